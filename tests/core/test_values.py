@@ -504,6 +504,7 @@ def test_tensors_that_torch_does_not_copy_are_encoded_by_their_bytes(name: str) 
         assert torch.equal(found.view(same_size), source.view(same_size))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_in_objects_are_what_they_show_or_refused() -> None:
     numbers = torch.tensor([1 + 2j, 3 - 4j])
     for view in (numbers.conj(), numbers.conj().imag):
@@ -512,6 +513,8 @@ def test_tensors_in_objects_are_what_they_show_or_refused() -> None:
         assert torch.equal(found["x"], view)
     for more, kind in (
         (torch.ones(2).as_subclass(Marked), "Marked"),
+        (torch.empty(2, device="meta"), "Tensor"),
+        (torch.nested.nested_tensor([torch.ones(2)]), "Tensor"),
         (np.ma.array([1, 2], mask=[False, True]), "MaskedArray"),
     ):
         with pytest.raises(UnsupportedValueError, match=rf"x: a value of type .*\.{kind}"):

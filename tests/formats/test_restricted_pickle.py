@@ -95,6 +95,7 @@ def test_numpy_arrays_and_scalars(protocol: int) -> None:
     arrays: list[np.ndarray[Any, Any]] = [
         np.arange(6, dtype=np.float32).reshape(2, 3),
         np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1),
         np.array(["a", "bc"]),
         np.array([True, False]),
         np.zeros((0, 2)),

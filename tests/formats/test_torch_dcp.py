@@ -104,6 +104,26 @@ def test_numbers_as_keys_are_numbers_where_the_state_has_them(
     assert found == others
 
 
+def test_empty_dicts_are_values(tmp_path: Path) -> None:
+    """torch leaves them out, and a loader that asks for one would miss it."""
+    state = {"scaler": {}, "items": [{}, {"a": 1}], "w": torch.ones(2)}
+    remesh.save(state, tmp_path, format="torch_dcp")
+    target: dict[str, Any] = {"scaler": {"old": 1}, "items": [], "w": torch.zeros(2)}
+    remesh.load(target, tmp_path, unexpected="error")
+    assert str(target) == str(state)
+    dcp.load(found := {"w": torch.zeros(2)}, checkpoint_id=tmp_path, no_dist=True)  # type: ignore[attr-defined]
+    assert torch.equal(found["w"], torch.ones(2))
+
+
+def test_elements_without_their_sign_are_refused_by_name(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2, dtype=torch.complex64).conj()}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)  # type: ignore[attr-defined]
+    with pytest.raises(
+        remesh.errors.FormatVersionError, match=r"w: .* without their sign \(conj\)"
+    ):
+        remesh.Checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["torch_dcp", "torch_dist", "torch_file"])
 def test_values_beside_tensors_keep_their_places_in_lists(name: str, tmp_path: Path) -> None:
     def state(number: int, text: str) -> dict[str, Any]:

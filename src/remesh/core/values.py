@@ -140,7 +140,8 @@ def with_arrays(value: object, depth: int = 0) -> object:
     if torch is not None and type(value) in {torch.Tensor, torch.nn.Parameter}:
         assert isinstance(value, torch.Tensor)
         name = str(value.dtype).removeprefix("torch.")
-        if name in BY_NAME and value.layout == torch.strided:
+        is_dense = value.layout == torch.strided and not (value.is_meta or value.is_nested)
+        if name in BY_NAME and is_dense:
             tensor = value.detach().resolve_conj().resolve_neg()
             if BY_NAME[name].is_opaque:
                 tensor = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.uint16)
@@ -332,10 +333,6 @@ def _decode(node: object) -> object:
     return UnresolvedValue(kind, kind, payload) if decoder is None else decoder(payload)
 
 
-def _decode_dict(payload: list[list[object]]) -> object:
-    return {_decode(key): _decode(item) for key, item in payload}
-
-
 def _decode_numpy(payload: tuple[str, bytes]) -> object:
     text, data = payload
     if _NUMPY_SCALAR.fullmatch(text) is None:
@@ -430,7 +427,7 @@ def _decode_torch(kind: str, payload: object) -> object:
 _TORCH_CONSTANTS = ("torch.dtype", "torch.layout", "torch.memory_format")
 
 _DECODERS: dict[str, Callable[..., object]] = {
-    "dict": _decode_dict,
+    "dict": lambda payload: {_decode(key): _decode(item) for key, item in payload},
     "int": lambda payload: int(payload, 16),
     "tuple": lambda payload: tuple(_decode(item) for item in payload),
     "set": lambda payload: {_decode(item) for item in payload},

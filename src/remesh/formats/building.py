@@ -50,7 +50,7 @@ from remesh.formats.archive import (
 from remesh.formats.checks import budget, check_name, check_path, check_shape, damaged, is_unicode
 from remesh.formats.decoding import constant_file
 from remesh.formats.native import ObjectElement, ValuesDocument
-from remesh.formats.place import Listing, Place, file_size
+from remesh.formats.place import Listing, Place
 from remesh.formats.restricted_pickle import ArchivedTensor
 from remesh.storage import Storage
 
@@ -154,7 +154,7 @@ class IndexBuilder:
     def archive(self, path: str, start: int = 0, num_bytes: int | None = None) -> Archive:
         """The archive of `torch.save` that a file, or some bytes of one, is."""
         if num_bytes is None:
-            num_bytes = file_size(self.storage, self.listing, path)
+            num_bytes = self.place.size_of(path)
         file = open_range(self.storage, path, start, start + num_bytes)
         return read_archive(file, self.where(path), path=path, base=start, allow=self.place.allow)
 
@@ -190,7 +190,7 @@ class IndexBuilder:
         row = self._files.get(path)
         if row is None:
             try:
-                self._sizes.append(file_size(self.storage, self.listing, path))
+                self._sizes.append(self.place.size_of(path))
             except CheckpointNotFoundError:
                 raise damaged(self.where(path), "missing, though the checkpoint names it") from None
             row = self._files[path] = len(self._files)

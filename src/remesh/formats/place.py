@@ -12,12 +12,6 @@ Listing = Mapping[str, int | None]
 """Relative path → bytes of files, sorted; None where the listing did not tell the size."""
 
 
-def file_size(storage: Storage, listing: Listing, path: str) -> int:
-    """Bytes of a file, asked for only if the listing does not tell."""
-    size = listing.get(path)
-    return storage.size(path) if size is None else size
-
-
 @dataclass(frozen=True)
 class Place:
     """A source that has been opened, to be read once."""
@@ -50,3 +44,8 @@ class Place:
     def listing_beside(self) -> Listing:
         """The same; nothing if the source is a single file, whose neighbours are not needed."""
         return {} if self.file else self.listing
+
+    def size_of(self, path: str) -> int:
+        """Bytes of a file, asked for only if the listing does not tell."""
+        size = self.listing_beside.get(path)
+        return self.storage.size(path) if size is None else size

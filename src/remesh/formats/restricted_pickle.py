@@ -52,7 +52,7 @@ from remesh.formats.pickle_records import describe as describe_error
 
 _TEXT_PART = 16
 """Characters that count as one part."""
-_REBUILDS = "torch._utils._rebuild_"
+_OTHER_KINDS = "torch._utils._rebuild_", "torch.q"
 _CONTAINERS = frozenset({list, tuple, dict, Record, Items, Key})
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes, bytearray})
 
@@ -109,7 +109,7 @@ def refusal(type_name: str, where: str) -> PickleRefusedError:
         "If you trust this checkpoint as much as your own code, allow it: open or load it with "
         f"allow=[{type_name[:200]!r}]."
     )
-    if type_name.startswith(_REBUILDS):  # with that name alone it would lack its class and parts
+    if type_name.startswith(_OTHER_KINDS):  # the name alone would lack class and parts
         remedy = (
             "It makes a tensor of another kind (quantized, sparse, of a subclass). Load the file "
             "by torch.load into the objects that it was saved from, and save those by remesh.save."
@@ -377,11 +377,6 @@ _MEMORY_FORMATS = frozenset(
     f"torch.{name}"
     for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 )
-_LAYOUTS = frozenset(
-    f"torch.{name}"
-    for name in ("strided", "jagged", "_mkldnn", "sparse_coo", "sparse_csr", "sparse_csc")
-) | {"torch.sparse_bsr", "torch.sparse_bsc"}
-_DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,4})?")
 
 
 def constant(name: str) -> object:
@@ -392,7 +387,7 @@ def constant(name: str) -> object:
 
 
 def _of_torch(kind: str, payload: object) -> object:
-    """A value of torch in the form of a stored one; unresolved if this torch does not know it."""
+    """A value of torch in the form of a stored one; unresolved if torch knows none such."""
     found = UnresolvedValue(kind, kind, payload)
     try:
         return decode(encode(found))
@@ -481,11 +476,6 @@ def _mapping(record: Record) -> dict[Any, Any]:
     return made | (record.pairs or {})
 
 
-def _default_dict(record: Record) -> dict[Any, Any]:
-    """Only the content: what makes a missing item is code."""
-    return dict(record.pairs or {})
-
-
 def _attributes(record: Record) -> dict[str, Any]:
     state = {} if record.state is None else record.state
     if record.args or type(state) is not dict or not all(type(name) is str for name in state):
@@ -544,8 +534,9 @@ def numpy_dtype(record: object) -> np.dtype[Any]:
 
 def _array(record: Record) -> object:
     """Arguments of `_reconstruct` and a state; in numpy's protocol 5 arguments alone."""
+    axes: list[Any] = []
     if record.state is None:
-        data, dtype, shape, order = record.args
+        data, dtype, shape, order, *axes = record.args
         is_fortran = order == "F"
     else:
         _, shape, dtype, is_fortran, data = record.state
@@ -556,7 +547,8 @@ def _array(record: Record) -> object:
     if not raw:
         return np.zeros(extents, element)
     flat = np.frombuffer(raw, element)
-    return flat.reshape(extents, order="F" if is_fortran else "C").copy()
+    array = flat.reshape(extents, order="F" if is_fortran else "C").copy()
+    return array.transpose(numbers(axes[0])) if axes else array
 
 
 def _scalar(record: Record) -> object:
@@ -584,17 +576,7 @@ def _size(record: Record) -> object:
 
 
 def _device(record: Record) -> object:
-    text = ":".join(map(str, _all_of(record, str, int)))
-    if _DEVICE.fullmatch(text) is None:
-        raise ValueError("a device that is none")
-    return _of_torch("torch.device", text)
-
-
-def _layout(record: Record) -> object:
-    name = _one(record, str)
-    if name not in _LAYOUTS:
-        raise ValueError("a layout that is none")
-    return _of_torch("torch.layout", name)
+    return _of_torch("torch.device", ":".join(map(str, _all_of(record, str, int))))
 
 
 def _tensor(record: Record) -> ArchivedTensor | UnresolvedValue:
@@ -632,8 +614,9 @@ def _from_type(record: Record) -> ArchivedTensor | UnresolvedValue:
     return _tensor(Record(name, args))
 
 
-def _parameter(record: Record) -> ArchivedTensor | UnresolvedValue:
-    if not isinstance(record.args[0], ArchivedTensor | UnresolvedValue):
+def _parameter(record: Record) -> object:
+    """Its tensor, which `tensor_of` may have made one of torch already."""
+    if type(record.args[0]).__name__ not in {"ArchivedTensor", "UnresolvedValue", "Tensor"}:
         raise PickleRefusedError("a parameter of another kind", "torch.nn.parameter.Parameter")
     return record.args[0]
 
@@ -649,7 +632,8 @@ _REBUILDERS = tuple(
 def _makers() -> dict[str, Maker]:
     table: dict[str, Maker] = {
         "collections.OrderedDict": lambda record: collections.OrderedDict(_mapping(record)),
-        "collections.defaultdict": _default_dict,
+        # Only the content: what makes a missing item is code.
+        "collections.defaultdict": lambda record: dict(record.pairs or {}),
         "collections.Counter": _mapping,
         "_codecs.encode": _encoded,
         "argparse.Namespace": _namespace(argparse.Namespace),
@@ -663,7 +647,7 @@ def _makers() -> dict[str, Maker]:
         "numpy.dtype": numpy_dtype,
         "torch.Size": _size,
         "torch.device": _device,
-        "torch.serialization._get_layout": _layout,
+        "torch.serialization._get_layout": lambda r: _of_torch("torch.layout", _one(r, str)),
         "torch._utils._rebuild_parameter": _parameter,
         "torch._utils._rebuild_parameter_with_state": _parameter,
         "torch._tensor._rebuild_from_type_v2": _from_type,

@@ -25,7 +25,6 @@ from remesh.core.state import Path, name_of
 from remesh.errors import CorruptCheckpointError, FormatVersionError, StateError
 from remesh.formats.building import FlatPart, IndexBuilder, read_ranges
 from remesh.formats.checks import MALFORMED, check_shape, damaged, integers
-from remesh.formats.place import file_size
 
 HEAD_BYTES = 1 << 16
 """Bytes of a file that are read at first; most headers are shorter."""
@@ -60,7 +59,7 @@ class StoredArray(NamedTuple):
 def read_arrays(builder: IndexBuilder, paths: Sequence[str]) -> dict[str, dict[str, StoredArray]]:
     """The tensors of files, by file and name, from their headers alone."""
     storage = builder.storage
-    sizes = {path: file_size(storage, builder.listing, path) for path in paths}
+    sizes = {path: builder.place.size_of(path) for path in paths}
     ranges = [(path, 0, min(size, HEAD_BYTES)) for path, size in sizes.items()]
     heads = dict(zip(sizes, read_ranges(storage, ranges), strict=True))
     lengths = {}

@@ -35,7 +35,7 @@ import io
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -47,7 +47,13 @@ from remesh.core.dtypes import BY_NAME, DType
 from remesh.core.geometry import Box, IntArray, row_products
 from remesh.core.state import Path, assemble, name_of
 from remesh.core.tables import BoxTable, Cuts
-from remesh.errors import CheckpointError, FormatVersionError, StateError
+from remesh.core.values import UnresolvedValue
+from remesh.errors import (
+    CheckpointError,
+    FormatVersionError,
+    NameCollisionError,
+    StateError,
+)
 from remesh.formats import restricted_pickle
 from remesh.formats.archive import (
     Archive,
@@ -350,6 +356,8 @@ class _Reader:
             position = start + found[1]
             if isinstance(tensor, ArchivedTensor):
                 position += check_extent(tensor, num_bytes - found[1], where)
+        if isinstance(tensor, UnresolvedValue):
+            raise FormatVersionError(f"{where}: {tensor.payload}")
         if not isinstance(tensor, ArchivedTensor):
             raise damaged(where, "no plain tensor is stored there")
         if (tensor.shape, tensor.dtype) != (chunk.shape, dtype):
@@ -433,19 +441,15 @@ class _Reader:
         where, allow = f"{self.builder.where(path)}: {name}", self.builder.place.allow
         archive = read_archive(io.BytesIO(data), where, path=path, base=start, allow=allow)
         element = element_of(name)
-        if name == COMMON_KEY:
-            # A list of one item, as every object of Megatron's.
-            found = archive.pickled.root
-            if not isinstance(found, list) or len(found) != 1:
-                raise damaged(where, "not a list of one item, as Megatron's objects are")
-            common = replace(archive, pickled=replace(archive.pickled, root=found[0]))
-            self.builder.add_nested((), common)
-        elif element is not None:
+        if element is not None:
             key, offset, shape = element
             value = opaque(archive, data, start)
-            if isinstance(value, list) and len(value) == 1:
+            if isinstance(value, list) and len(value) == 1:  # as every object of Megatron's
                 value = value[0]
-            self.builder.add_object(key, shape, offset, value)
+            if name == COMMON_KEY:
+                self.builder.add_tree((), value, archive)
+            else:
+                self.builder.add_object(key, shape, offset, value)
         else:
             at = self._path_of(name)
             self._set_lists(at)
@@ -544,7 +548,7 @@ def _frame(boxes: BoxTable, rows: IntArray, path: str) -> Frame:
 
 def _dcp_leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
     """A plain value as torch takes it apart: dicts, and lists that hold any, at any depth."""
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _dcp_leaves((*path, str(key)), item)
     elif isinstance(value, list) and _holds_mapping(value):
@@ -681,9 +685,10 @@ class DcpWriter(Writer):
     name = "torch_dcp"
     options = ("separation_hint", "flat_shapes")
 
-    def plan(self, cuts: Cuts, _document: ValuesDocument, options: Mapping[str, object]) -> bytes:
+    def plan(self, cuts: Cuts, document: ValuesDocument, options: Mapping[str, object]) -> bytes:
         """The option `separation_hint`: what the names of tensors begin with that lie apart."""
         _check_flat_shapes(cuts, options)
+        self._entries(cuts, document)  # an error comes before anything is written
         hint = options.get("separation_hint", "")
         if not isinstance(hint, str) or "/" in hint:
             raise StateError(
@@ -702,8 +707,10 @@ class DcpWriter(Writer):
         files = [(name, rows[~apart]), (hint + name, rows[apart])]
         return [_frame(boxes, rows, path) for path, rows in files if len(rows)]
 
-    def small_files(self, saved: Saved) -> list[SmallFile]:
-        document, objects = saved.document, dict[str, object]()
+    def _entries(
+        self, cuts: Cuts, document: ValuesDocument
+    ) -> tuple[dict[str, object], dict[str, Path] | None]:
+        """The values by name, and the place of each name in the state, as torch takes it apart."""
         lists = {tuple(at) for at, _ in document.sequences}
 
         def path_of(name: str) -> Path:
@@ -714,14 +721,22 @@ class DcpWriter(Writer):
                 for number, key in enumerate(path)
             )
 
-        paths = {name: path_of(name) for name in (*saved.cuts.tensors.names, *document.aliases)}
+        objects: dict[str, object] = {name: list(items) for name, items in document.lists.items()}
+        names = (*cuts.tensors.names, *document.aliases, *objects)
+        paths = {name: path_of(name) for name in names} | {one: (one,) for one in document.objects}
         for name, raw in document.values.items():
             for path, leaf in _dcp_leaves(path_of(name), values.decode(bytes(raw))):
-                paths[name_of(path)], objects[name_of(path)] = path, leaf
-        for name, items in document.lists.items():
-            paths[name], objects[name] = path_of(name), list(items)
-        paths |= {name: (name,) for name in document.objects}
-        return _value_file_and_metadata(saved, objects, paths)
+                full = name_of(path)
+                if full in paths:
+                    raise NameCollisionError(
+                        f"{full!r} is the name of two entries, one of them in {name!r}\n"
+                        f"Keys are texts in {self.name}; rename one, or save in another format"
+                    )
+                paths[full], objects[full] = path, leaf
+        return objects, paths
+
+    def small_files(self, saved: Saved) -> list[SmallFile]:
+        return _value_file_and_metadata(saved, *self._entries(saved.cuts, saved.document))
 
     def existing(self, storage: Storage, _options: Mapping[str, object]) -> Existing | None:
         """The checkpoint that is there, of torch or of Megatron."""
@@ -742,13 +757,12 @@ class TorchDistWriter(DcpWriter):
 
     name = "torch_dist"
 
+    def _entries(self, _cuts: Cuts, _document: ValuesDocument) -> tuple[dict[str, object], None]:
+        return {}, None  # values lie nested in `common.pt`, and places are not stored
+
     def small_files(self, saved: Saved) -> list[SmallFile]:
         """The objects, `common.pt`, `.metadata` and `metadata.json`."""
-        return [
-            _common_file(saved),
-            *_value_file_and_metadata(saved, {}, None),
-            _config_file(),
-        ]
+        return [_common_file(saved), *super().small_files(saved), _config_file()]
 
 
 WRITERS = (DcpWriter(), TorchDistWriter())

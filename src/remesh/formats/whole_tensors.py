@@ -147,9 +147,10 @@ class FileTensor:
 
 def safetensors_code(name: str, dtype: DType) -> str:
     """The name of an element type in safetensors files that others read."""
-    if dtype.pairs or dtype.is_opaque:
+    if dtype.pairs or dtype.is_opaque or name == "__metadata__":
+        what = f"elements of type {dtype.name}" if name != "__metadata__" else "a tensor called so"
         raise UnsupportedValueError(
-            f"{name}: a safetensors file has no name for elements of type {dtype.name}\n"
+            f"{name}: a safetensors file has no form for {what}\n"
             "Leave it out, or choose another format"
         )
     return dtype.safetensors
