@@ -458,15 +458,26 @@ def test_the_bytes_of_tensors_that_were_set_apart_are_given_back(tmp_path: Path)
 
 def test_common_state_among_the_objects_is_found(tmp_path: Path) -> None:
     """Newer Megatron has no `common.pt`, and writes more into `metadata.json`."""
-    common = ShardedObject("common_state", {"step": 3, "deep": {"t": torch.ones(2)}}, (1,), (0,))
+    parts = {"step": 3, "deep": {"t": torch.ones(2)}, "top": torch.zeros(2), "pair": (1, [])}
+    common = ShardedObject("common_state", parts, (1,), (0,))
     save({"w": shard("w", torch.ones(2)), "common": common}, tmp_path, ("torch_dist", 1))
     (tmp_path / "common.pt").unlink()
     (tmp_path / "metadata.json").write_text(
         '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "new": [1]}'
     )
     loaded = load({"w": shard("w", torch.ones(2))}, tmp_path, strict="raise_all")
-    assert loaded["step"] == 3
-    assert loaded["deep"]["t"].tolist() == [1, 1]
+    del loaded["w"]
+    assert str(loaded) == str(parts)
+    assert list(dist_checkpointing.load_sharded_metadata(tmp_path)) == ["w"]
+
+
+@pytest.mark.parametrize("backend", ["remesh", "torch_dist"])
+def test_parameters_that_are_not_sharded_come_back_as_tensors(tmp_path: Path, backend: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    state = {"w": weight, "o": ShardedObject("o", {"w": weight}, (1,), (0,))}
+    save(state, tmp_path, (backend, 1))
+    loaded = load({"o": ShardedObject("o", None, (1,), (0,))}, tmp_path)
+    assert loaded["w"].tolist() == loaded["o"]["w"].tolist() == [1, 1]
 
 
 def test_a_url_is_a_directory_too(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging.handlers
 import time
@@ -16,7 +17,9 @@ import torch.distributed as dist
 from remesh.compat import megatron as dist_checkpointing
 from remesh.compat.megatron import (
     CheckpointingException,
+    LocalNonpersistentObject,
     ShardedObject,
+    ShardedTensorFactory,
     load,
     load_common_state_dict,
     save,
@@ -101,11 +104,14 @@ def _refuse_everywhere(exchange: Exchange, folder: Path, backend: str) -> None:
     unstorable: Any = object() if rank == 1 else 1
     no_data = {"w": good["w"].without_data() if rank == 1 else good["w"]}
     flat = flat_shard("f", row, (4,), flattened_range=slice(2 * rank, 2 * rank + 2))
+    no_grid = dataclasses.replace(flat)
+    no_grid.global_offset = (rank,)
     wrong: list[tuple[str, Callable[[], object]]] = [
         (
             "f: there is no data to save",
             lambda: save({"f": flat.without_data() if rank == 1 else flat}, folder),
         ),
+        ("f", lambda: save({"f": no_grid}, folder, validate_access_integrity=False)),
         ("no data to save", lambda: save(no_data, folder)),
         (
             "not a distributed checkpoint",
@@ -135,6 +141,39 @@ def _refuse_everywhere(exchange: Exchange, folder: Path, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["remesh", "torch_dist"])
 def test_every_rank_raises(tmp_path: Path, backend: str) -> None:
     run_processes(2, _refuse_everywhere, tmp_path / "checkpoint", backend)
+
+
+def _fail_in_own_code(exchange: Exchange, folder: Path) -> None:
+    rank = exchange.rank
+    plain = {"w": shard("w", torch.ones(2), (0, rank, 2)), "step": 1}
+
+    def build(key: str, data: torch.Tensor, *_: Any) -> Any:
+        return {"part": shard(key, data, (0, rank, 2))}
+
+    def fail(*_: Any) -> Any:
+        if rank == 1:
+            raise ValueError("step of mine")
+        return {}
+
+    def state(build: Any = build, merge: Any = fail) -> Any:
+        return {**plain, "f": ShardedTensorFactory("f", torch.ones(2), build, merge)}
+
+    save(state(), folder)
+    local = {**plain, "step": LocalNonpersistentObject(2)} if rank == 1 else plain
+    calls: list[Callable[[], object]] = [
+        lambda: save(state(build=fail), folder),
+        lambda: save(plain, folder, preprocess_common_before_consistancy_check=fail),
+        lambda: load(state(build=fail), folder),
+        lambda: load(local, folder, validate_access_integrity=False),
+        lambda: load(state(merge=fail), folder),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError if rank == 1 else CheckpointingException, match="step"):
+            call()
+
+
+def test_every_rank_hears_of_a_function_of_the_application_that_fails(tmp_path: Path) -> None:
+    run_processes(2, _fail_in_own_code, tmp_path / "checkpoint")
 
 
 def _differ(exchange: Exchange, folder: Path) -> list[str]:

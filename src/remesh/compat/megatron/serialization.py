@@ -111,15 +111,15 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     exchange = exchange_of(None)
     if content_metadata is not None:
         sharded_state_dict[CONTENT_METADATA_KEY] = content_metadata
-    sharded_part, common_part = _sharded_and_common(
-        sharded_state_dict, validate_access_integrity, preprocess_common_before_consistancy_check
+    comparable, has_file = preprocess_common_before_consistancy_check, not is_native
+    sharded_part, common_part, compared, common_file = on_all_ranks(
+        lambda: _split(sharded_state_dict, comparable, has_file and exchange.rank == 0)
     )
-    common_file = b""
+    if validate_access_integrity:
+        validate_sharding_integrity(determine_global_metadata(sharded_part)[1], compared)
     if is_native:
         common_part = common_object(common_part, exchange.rank)
         sharded_part = {"sharded": sharded_part, "common": common_part}
-    else:
-        common_file = on_all_ranks(lambda: b"" if exchange.rank else common_bytes(common_part))
 
     def write_last() -> bytes:
         # After the tensors, so that a save that fails leaves an old checkpoint whole.
@@ -141,6 +141,21 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     sharded.save(sharded_part, checkpoint_dir)
     finalize()
     return None
+
+
+def _split(
+    sharded_state_dict: Any, comparable: Callable[[Any], Any] | None, has_file: bool
+) -> tuple[Any, Any, Any, bytes]:
+    """What is sharded, what is common, what of that ranks compare, and the file of it, if any.
+
+    Factories are replaced by what they build, in place.
+    """
+    apply_factories(sharded_state_dict)
+    _, persistent = extract_nonpersistent(sharded_state_dict)
+    sharded, common = extract_sharded_base(persistent)
+    compared = common if comparable is None else comparable(common)
+    file = common_bytes(common) if has_file else b""
+    return _without_empty_ranges(sharded), common, compared, file
 
 
 def _check_async(sharded: SaveShardedStrategy, async_strategy: str | None) -> None:
@@ -170,23 +185,6 @@ def _digests_of_release(name: str, checkpoint_dir: Any) -> Callable[[], None]:
             f"{place}: verify_integrity reads local directories only; save in remesh's format"
         )
     return functools.partial(found, place)
-
-
-def _sharded_and_common(
-    sharded_state_dict: Any, validate: bool, comparable: Callable[[Any], Any] | None
-) -> tuple[Any, Any]:
-    """Split a state dict into what is sharded and what is common. Collective if it validates.
-
-    Factories in it are replaced by what they build, in place.
-    """
-    apply_factories(sharded_state_dict)
-    _, persistent = extract_nonpersistent(sharded_state_dict)
-    sharded, common = extract_sharded_base(persistent)
-    sharded = _without_empty_ranges(sharded)
-    if validate:
-        compared = common if comparable is None else comparable(common)
-        validate_sharding_integrity(determine_global_metadata(sharded)[1], compared)
-    return sharded, common
 
 
 def load(  # noqa: PLR0917 - the order is Megatron's
@@ -227,25 +225,27 @@ def load(  # noqa: PLR0917 - the order is Megatron's
     if allow:
         checkpoint_dir = place_of(checkpoint_dir, allow=allow)
 
-    def open_checkpoint() -> tuple[LoadShardedStrategy, StateDict]:
+    def open_checkpoint() -> tuple[LoadShardedStrategy, StateDict, Any, Any]:
         found = verify_checkpoint_and_load_strategy(
             checkpoint_dir, sharded_strategy, common_strategy
         )
         if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
             stored.update(found.load_sharded_metadata(checkpoint_dir))
-        return found, load_common(checkpoint_dir)
+        asked, local, factories = _taken_apart(sharded_state_dict)
+        return found, merge(load_common(checkpoint_dir), local), asked, factories
 
-    sharded, result = on_all_ranks(open_checkpoint)
-    asked, local, factories = _taken_apart(sharded_state_dict)
-    merge(result, local)
+    sharded, common, asked, factories = on_all_ranks(open_checkpoint)
     mine = of_all = None
     if validate_access_integrity or StrictHandling.requires_global_app_metadata(handling):
         mine, of_all = determine_global_metadata(asked, process_group)
     asked, missing, unexpected = validate_integrity_and_strict_load(
         asked, handling, validate_access_integrity, mine, of_all, stored
     )
-    merge(result, sharded.load(asked, checkpoint_dir))
-    result = apply_factory_merges(result, factories)
+
+    def load_asked() -> Any:
+        return apply_factory_merges(merge(common, sharded.load(asked, checkpoint_dir)), factories)
+
+    result = on_all_ranks(load_asked)
     if StrictHandling.requires_returning_mismatch_keys(handling):
         return result, missing, unexpected
     return result

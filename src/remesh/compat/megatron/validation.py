@@ -29,7 +29,6 @@ from remesh.compat.megatron.core import (
     as_checkpointing_exception,
     maybe_load_config,
     on_all_ranks,
-    require_known,
 )
 from remesh.compat.megatron.dict_utils import diff, extract_matching_values, nested_values
 from remesh.compat.megatron.mapping import (
@@ -112,8 +111,11 @@ def determine_global_metadata(
 ) -> tuple[LocalMetadata, GlobalMetadata]:
     """The shards that this rank and that all ranks describe, without data. Collective."""
     local = [leaf.without_data() for leaf in nested_values(sharded_state_dict)]
-    encoded = msgspec.msgpack.encode([_row_of(leaf) for leaf in local], enc_hook=_plain)
-    replies = run_on_all(exchange_of(process_group), lambda: encoded)
+
+    def tell() -> bytes:
+        return msgspec.msgpack.encode([_row_of(leaf) for leaf in local], enc_hook=_plain)
+
+    replies = run_on_all(exchange_of(process_group), tell)
     rows = [msgspec.msgpack.decode(reply, type=list[list[Any]]) for reply in replies]
     return local, [[_of_row(row) for row in of_rank] for of_rank in rows]
 
@@ -241,10 +243,8 @@ def validate_common_state_dict(common_state_dict: Any) -> None:
         digests = run_on_all(exchange, digest)
         if len(set(digests)) == 1:
             return
-        first, here = (
-            require_known(values.decode(data), "common state")
-            for data in (run_on_one(exchange, lambda: encoded), encoded)
-        )
+        first = values.decode(run_on_one(exchange, lambda: encoded))
+        here = values.decode(encoded)
     only_first, only_here, differing = diff(first, here)
     if digests[exchange.rank] != digests[0]:
         logger.warning(

@@ -24,7 +24,6 @@ from remesh.background import Saver
 from remesh.checkpoint import load
 from remesh.checkpoint.loading import open_shared
 from remesh.checkpoint.local import exchange_of
-from remesh.checkpoint.opened import Checkpoint
 from remesh.checkpoint.stored import StoredState
 from remesh.compat.megatron.core import (
     CheckpointingException,
@@ -47,6 +46,7 @@ from remesh.core.values import encode_object
 from remesh.errors import CoverageError
 from remesh.exchange import Alone, run_on_all
 from remesh.formats.archive import archive_of, read_archive
+from remesh.formats.place import Place
 from remesh.formats.table import place_of
 from remesh.formats.torch_dcp import COMMON_NAME, opaque
 
@@ -99,8 +99,13 @@ class RemeshSaveShardedStrategy(AsyncSaveShardedStrategy):
         self, begin: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any
     ) -> Callable[[], Any]:
         """A save of the main replicas of a state dict. Collective."""
-        leaves, options = self._stored_form(self._written(sharded_state_dict), sharded_state_dict)
-        state = on_all_ranks(lambda: _engine_state(leaves))
+        options = self._format_options(sharded_state_dict)
+
+        def describe() -> tuple[list[Any], dict[str, Any]]:
+            leaves = [self._stored_form(one, options) for one in self._written(sharded_state_dict)]
+            return leaves, _engine_state(leaves)
+
+        leaves, state = on_all_ranks(describe)
         save = partial(begin, path=checkpoint_dir, overwrite=True, format_options=options)
         if not self.shares_replicas:
             return partial(save, state)
@@ -128,13 +133,13 @@ class RemeshSaveShardedStrategy(AsyncSaveShardedStrategy):
         copies = [leaf for leaf in others if not is_main_replica(leaf.replica_id)]
         return [*mains, *copies]
 
-    def _stored_form(
-        self,
-        leaves: list[Any],
-        sharded_state_dict: Any,  # noqa: ARG002 - what overrides look at
-    ) -> tuple[list[Any], dict[str, object]]:
-        """What is stored of main replicas, and options of the format. Collective."""
-        return leaves, {}
+    def _format_options(self, sharded_state_dict: Any) -> dict[str, Any]:  # noqa: ARG002
+        """Options of the format, besides those of the saver. Collective."""
+        return {}
+
+    def _stored_form(self, leaf: Any, options: dict[str, Any]) -> Any:  # noqa: ARG002
+        """What is stored of a leaf."""
+        return leaf
 
 
 def _without_copies(leaves: list[Any]) -> list[Any]:
@@ -191,14 +196,18 @@ class RemeshLoadShardedStrategy(LoadShardedStrategy):
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
         leaves = list(nested_values(sharded_state_dict))
-        _make_memory([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
 
-        def work() -> Any:
+        def describe() -> tuple[dict[str, Any], Place]:
+            _make_memory([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
             # What an object holds does not matter to a load, and might not be storable.
             target = _engine_state(
                 leaf if isinstance(leaf, ShardedTensor) else leaf.without_data() for leaf in leaves
             )
-            source = place_of(checkpoint_dir, self.format)
+            return target, place_of(checkpoint_dir, self.format)
+
+        target, source = on_all_ranks(describe)
+
+        def work() -> Any:
             load(target, source, cast=True, share_reads=self.share_reads, group=self.group)
             filled = iter(target.values())
 
@@ -275,23 +284,18 @@ def load_common(checkpoint_dir: Any) -> Any:
             data, where = place.storage.read(COMMON_NAME), f"{place.storage.url}/{COMMON_NAME}"
             archive = read_archive(io.BytesIO(data), where, allow=place.allow)
             return require_known(opaque(archive, data, 0), where)
-        source = place_of(place, "remesh" if is_native else "torch_dcp")
-        stored, where = open_shared(Alone(), source), f"{place.storage.url}: common state"
+        stored = open_shared(Alone(), place_of(place, "remesh" if is_native else "torch_dcp"))
+        where = f"{place.storage.url}: common state"
         document, unique_key = stored.document, common_object({}, 0).unique_key
         if unique_key in document.objects:
             return require_known(stored.object(unique_key), where)
         if is_native:
             raise CheckpointingException(f"{where}: none is stored here")
-        # Of newer Megatron's the engine takes the values and tensors apart; sharded ones are not
-        # nested.
+        # That of newer Megatron is taken apart, its tensors are values.
         leaves: dict[Path, object] = {
             document.path_of(name): require_known(stored.value(name), f"{where}: {name}")
             for name in document.values
         }
-        nested = [name for name in stored.index if document.path_of(name) != (name,)]
-        if nested:
-            checkpoint = Checkpoint(source)
-            leaves |= {document.path_of(name): checkpoint.read(name) for name in nested}
         return assemble(leaves, stored.sequences)
 
 

@@ -73,18 +73,14 @@ class TorchDistSaveShardedStrategy(RemeshSaveShardedStrategy):
         self.thread_count = thread_count
         self.separation_hint = separation_hint
 
-    def _stored_form(
-        self, leaves: list[Any], sharded_state_dict: Any
-    ) -> tuple[list[Any], dict[str, object]]:
-        flat_shapes = _flat_shapes(sharded_state_dict)
+    def _format_options(self, sharded_state_dict: Any) -> dict[str, Any]:
+        return {"flat_shapes": _flat_shapes(sharded_state_dict)}
+
+    def _stored_form(self, leaf: Any, options: dict[str, Any]) -> Any:
         # What has no data is left to the engine, which refuses it on all ranks.
-        stored = [
-            _as_megatron_has_it(leaf)
-            if isinstance(leaf, ShardedTensor) and leaf.data is not None and leaf.key in flat_shapes
-            else leaf
-            for leaf in leaves
-        ]
-        return stored, {"flat_shapes": flat_shapes}
+        is_tensor = isinstance(leaf, ShardedTensor) and leaf.data is not None
+        is_flat = is_tensor and leaf.key in options["flat_shapes"]
+        return _as_megatron_has_it(leaf) if is_flat else leaf
 
 
 def _flat_shapes(sharded_state_dict: Any) -> dict[str, tuple[int, ...]]:
@@ -92,7 +88,7 @@ def _flat_shapes(sharded_state_dict: Any) -> dict[str, tuple[int, ...]]:
     mine: dict[str, tuple[int, ...] | None] = {}
     for leaf in nested_values(sharded_state_dict):
         if isinstance(leaf, ShardedTensor):
-            shape = tuple(leaf.global_shape) if _is_grid_of_ranges(leaf) else None
+            shape = tuple(map(int, leaf.global_shape)) if _is_grid_of_ranges(leaf) else None
             mine[leaf.key] = shape if mine.get(leaf.key, shape) == shape else None
     kinds = list[tuple[str, tuple[int, ...] | None]]
 
