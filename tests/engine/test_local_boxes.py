@@ -13,6 +13,7 @@ from remesh.core import pieces
 from remesh.core.geometry import Box, boxes_of_flat_range
 from remesh.core.state import Role
 from remesh.core.tables import BoxTable, TensorTable
+from remesh.errors import CoverageError
 from remesh.planner import LocalBoxes, plan_save
 
 sizes = st.one_of(st.integers(0, 9), st.integers(2**31 - 2, 2**31 + 2), st.just(2**62))
@@ -72,6 +73,8 @@ def test_ranks_of_one_model_are_planned_from_one_table() -> None:
     plan = plan_save(local_boxes)
     assert len(plan.cuts) == num_ranks * num_tensors
     assert plan.bytes_per_rank(num_ranks).tolist() == [num_tensors * 16] * num_ranks
+    with pytest.raises(CoverageError, match=f"^{num_tensors} of {num_tensors} tensors"):
+        plan_save(local_boxes[1:])  # all are named, though they were planned as one
 
 
 def job_of(num_ranks: int, num_tensors: int) -> list[BoxTable]:
