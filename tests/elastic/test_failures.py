@@ -86,3 +86,8 @@ def test_decisions(messages: list[str], num_ranks: int, action: FailureAction) -
 def test_starts_that_keep_failing_follow_ever_later() -> None:
     assert [restart_pause(number) for number in range(8)] == [0, 0, 1, 2, 4, 8, 16, 30]
     assert restart_pause(10_000) == 30
+
+
+def test_a_sign_that_is_no_regular_expression_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'\(' is no regular expression: missing \)"):
+        Patterns(memory=("(",))

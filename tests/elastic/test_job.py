@@ -418,6 +418,20 @@ def test_failures_that_a_node_says_again_after_it_has_joined_are_charged_once() 
         assert forgotten.after(again, at=999.0).state == forgotten.state
 
 
+def test_a_connection_that_fails_a_check_is_said_and_excludes_no_node() -> None:
+    job = PlayedJob(JobState(policy=msgspec.structs.replace(POLICY, check=True)))
+    job = job.join(0, 1, 2, 3, at=1.0).after(at=100.0)
+    while (check := job.state.check) is not None:
+        own: dict[str, Any] = {"incarnation": "a", "round": 0, "check": check.number}
+        own |= {"test_round": len(check.results)}
+        for group in check.groups:
+            result = TestResult(passed={*group} != {0, 1}, broken=False)
+            reports = [ReportTest(node_id=number, result=result, **own) for number in group]
+            job = job.after(*reports, at=101.0)
+    assert "check 1: all nodes are healthy; the connection among nodes 0, 1 failed" in job.history
+    assert job.world == (1, [0, 1, 2, 3])
+
+
 class TestCause:
     """What is shown of the failures of a round, and why they came about."""
 
