@@ -403,6 +403,15 @@ def test_the_id_of_an_agent_that_never_comes_back_is_free_after_the_timeout() ->
     assert has_living_agent(live, job, 0, "new", 211.0) is False
 
 
+def test_heartbeats_count_of_members_in_the_newest_round() -> None:
+    job, ranks = PlayedJob.running(), {0: RankProgress(step=5, time=0.0, saved_step=5)}
+    live = Liveness.after_start(job.state, 100.0)
+    for node, number in ((0, 0), (2, 1)):
+        beat = Beat(node_id=node, incarnation="a", round=number, ranks=ranks)
+        assert on_beat(live, job.state, beat, 101.0) == []
+    assert live.ranks == {}
+
+
 def test_failures_that_a_node_says_again_after_it_has_joined_are_charged_once() -> None:
     """In each new session, until it is in another world: then records of long ago may be gone."""
     settings = msgspec.structs.replace(SETTINGS, max_nodes=2)
