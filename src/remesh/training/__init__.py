@@ -1,14 +1,8 @@
 """What a training script uses: when to save, what to keep, how to resume as the same run.
 
-`manager` is the place to begin: `Manager` wires the rest together. `policies` decide when to save
-and what to keep (`remesh.catalog` lists, marks and removes), `resuming` records where a checkpoint
-comes from and loads the newest that can be loaded, `rng` keeps random numbers by role, `watch`
-hears signals and requests. `sampling`, `export` and `trackers` are for the script itself: which
-samples come next, weights for inference, and which curves to go on with. `integrations` has a
-module for each training framework that needs one.
-
-The names that scripts use are imported from here, `Manager` itself from `remesh`. Those that need
-torch are resolved on first use, so a script that needs a policy does not import torch for it.
+`manager` is the place to begin: `Manager` wires the rest together. `integrations` has a module for
+each training framework that needs one. The names that scripts use are imported from here, `Manager`
+itself from `remesh`. Those that need torch are resolved on first use.
 """
 
 from __future__ import annotations

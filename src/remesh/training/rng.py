@@ -7,11 +7,9 @@ So the states are stored as tensors of bytes over the grid of roles, one row for
 `{"dp": (1, 4), "tp": (0, 2)}` owns row [1, 0] of a (4, 2, bytes) tensor for each stream. By default
 the role is the rank.
 
-Resuming with a grid of the same axes and sizes gives every role its streams back, bit for bit. If
-the grid has changed there is no right answer, only a documented one: each stream gets a fresh seed,
-a hash of (seed, step, stream, role), see `derived_seed`. It depends on nothing else, so it can be
-computed again; it differs between roles, streams and steps, so no two of them draw the same. That
-is the idea of JAX's `fold_in`, with a hash in place of a counter-based generator.
+If the grid has changed there is no right answer, only a documented one: each stream gets a fresh
+seed, a hash of (seed, step, stream, role), see `derived_seed`. That is the idea of JAX's `fold_in`,
+with a hash in place of a counter-based generator.
 """
 
 from __future__ import annotations
@@ -76,9 +74,7 @@ def role_in(mesh: Any, axes: Sequence[str] | None = None) -> dict[str, tuple[int
     }
 
 
-# ---------------------------------------------------------------------------------------------
-# Streams
-# ---------------------------------------------------------------------------------------------
+# Streams ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +212,7 @@ def derived_seed(seed: int, step: int, stream: str, role: Mapping[str, tuple[int
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-# ---------------------------------------------------------------------------------------------
-# Roles, and rows of tensors
-# ---------------------------------------------------------------------------------------------
+# Roles, and rows of tensors -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

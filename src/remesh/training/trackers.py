@@ -5,11 +5,8 @@ MLflow each have a name for a run and an argument to open it again. `run_id_of` 
 whatever the script logs with: a run, a writer, or the tracker's module. It looks at where the
 object's class was defined and imports nothing, so a tracker that is not installed costs nothing.
 
-`dataclasses.asdict` makes a plain value of the result, for the state, and `TrackerRun(**value)` the
-run again; `resume_arguments` turns that into the keyword arguments of the call that opens the run:
-`wandb.init`, `swanlab.init`, `mlflow.start_run`, or `SummaryWriter`. Only the rank that logs needs
-it, but a value in a state must be equal on all ranks that have it: put it into the state on that
-rank only, or broadcast it.
+A manager keeps it (`Manager.trackers`). In a state, it is a plain value by `dataclasses.asdict`, on
+the rank that logs.
 """
 
 from __future__ import annotations

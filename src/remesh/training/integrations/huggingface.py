@@ -114,30 +114,16 @@ class RemeshCallback(TrainerCallback):
         if state.epoch % 1:
             self._rewind = rewind_of_streams(is_alone=args.world_size == 1)
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
-    ) -> None:
-        """Save what the last epoch ended with, if a policy says so. Collective."""
-        self._offer(args, state, control, parts)
-
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         """Save the step before, if a policy says so. Collective."""
         if self._rewind is not None:
             self._rewind()
-        self._offer(args, state, control, parts)
+        self.on_epoch_begin(args, state, control, **parts)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **parts: Any,
-    ) -> None:
+    def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
         """Note the numbers that were logged last: the metrics of the checkpoints that follow."""
-        del args, state, control, parts
         numbers = {key: value for key, value in (logs or {}).items() if isinstance(value, float)}
         self._metrics.update(numbers)
 
@@ -145,17 +131,13 @@ class RemeshCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         """Save the last step, if a policy says so, and wait for the save in flight. Collective."""
-        self._offer(args, state, control, parts)
+        self.on_epoch_begin(args, state, control, **parts)
         self._manager.wait()
 
-    def _offer(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        parts: dict[str, Any],
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Let the manager save a step that is done, once."""
+        """Let the manager save a step that is done, once. Collective."""
         if state.global_step == self._offered:
             return
         self._offered = state.global_step
