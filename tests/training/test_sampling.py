@@ -220,6 +220,12 @@ def test_every_sample_is_seen_once_whatever_happens(
             assert sorted(seen) == list(range(num_samples))
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    theirs = ResumableSampler(np.int64(9), seed=np.int64(3))  # type: ignore[arg-type]
+    assert list(theirs) == list(ResumableSampler(9, seed=3))
+    assert theirs.state_dict() == ResumableSampler(9, seed=3).state_dict()
+
+
 def test_a_short_last_step_is_dealt_among_the_ranks() -> None:
     shares = [list(rank) for rank in samplers(11, 4, 2)]
     assert [[len(batch) for batch in share] for share in shares] == [[2, 1], [2, 1], [2, 1], [2, 0]]
@@ -333,6 +339,20 @@ def test_advance_goes_no_further_than_what_was_handed_out() -> None:
         batches.advance()
     with pytest.raises(StateError, match=r"advance\(-1\)"):
         batches.sampler.advance(-1)
+
+
+@pytest.mark.parametrize("fetched", [1, 2])
+def test_a_loop_does_not_go_on_where_the_position_was_set(fetched: int) -> None:
+    (batches,) = samplers(10, 1, 5)
+    before = batches.state_dict()
+    loop = iter(batches)
+    for _ in range(fetched):
+        next(loop)
+        batches.advance()
+    batches.load_state_dict(before)
+    with pytest.raises(StateError, match="position was set while a loop over the data went on"):
+        next(loop)
+    assert len(list(batches)) == 2
 
 
 def test_a_finished_epoch_is_not_begun_again_silently() -> None:

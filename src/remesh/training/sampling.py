@@ -14,21 +14,14 @@ of an epoch in which nothing was advanced, or an advance past what was handed ou
 `ResumableSampler` hands out single samples, `ResumableBatchSampler` batches; both are leaves of a
 state. `SkipBatchSampler` is for scripts that count steps and skip as many batches.
 
-Of samplers and loaders that others wrote:
-
-* The samplers of torch itself have no state, but the order of an epoch follows from their seed: a
-  `SampleOrder` of the kind `torch_randperm` is that of a `DistributedSampler`.
-* A loader over such a sampler, torch's `DataLoader` or torchdata's `StatefulDataLoader`, needs no
-  state of its own: put the sampler into the state, not the loader.
-* A loader that keeps a position of its own, because its data has no numbers or because it shuffles
-  by itself, has a state that is its rank's alone. It does not follow from n such states what m
-  ranks have seen. Put it into the state under a name that has both numbers.
+docs/data-position.md says what to do with the samplers and loaders that others wrote.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import operator
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -107,14 +100,6 @@ class ResumableSampler(Sampler[int]):
     Iterating begins at the position and leaves it where it is; `advance` moves it. Give it to a
     `ResumableBatchSampler`, or to a `DataLoader` as `sampler=`.
 
-    Example:
-        >>> sampler = ResumableSampler(10, shuffle=False, rank=1, world_size=2)
-        >>> list(sampler)
-        [1, 3, 5, 7, 9]
-        >>> sampler.advance(8)
-        >>> list(sampler)
-        [9]
-
     Args:
         samples: The data set, or how many samples it has, or their order.
         seed: Which of the shuffled orders.
@@ -130,6 +115,12 @@ class ResumableSampler(Sampler[int]):
         ValueError: If rank and world size do not fit.
     """
 
+    _epoch: int
+    _position: int
+    _handed_out: int
+    _exhausted_from: int | None
+    _iteration: object  # the one that is under way
+
     def __init__(
         self,
         samples: int | Sized | SampleOrder,
@@ -142,7 +133,8 @@ class ResumableSampler(Sampler[int]):
     ) -> None:
         super().__init__()
         if not isinstance(samples, SampleOrder):
-            num_samples = samples if isinstance(samples, int) else len(samples)
+            num_samples = len(samples) if isinstance(samples, Sized) else operator.index(samples)
+            seed = operator.index(seed)  # numbers of NumPy overflow
             samples = (
                 SampleOrder("feistel", num_samples, seed)
                 if shuffle
@@ -153,10 +145,7 @@ class ResumableSampler(Sampler[int]):
         self.rank, self.world_size = _rank_and_size(rank, world_size)
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"there is no rank {self.rank} among {self.world_size}")
-        self._epoch = 0
-        self._position = 0
-        self._handed_out = 0
-        self._exhausted_from: int | None = None
+        self._go_to(0, 0)
 
     @property
     def epoch(self) -> int:
@@ -186,7 +175,16 @@ class ResumableSampler(Sampler[int]):
         self._begin()
         start, end = self._position, self._end(global_size)
         samples = itertools.islice(self.order.samples(self._epoch, start), end)
-        while group := list(itertools.islice(samples, global_size)):
+        own = self._iteration = object()
+        while True:
+            group = list(itertools.islice(samples, global_size))
+            if self._iteration is not own:
+                raise StateError(
+                    "the data position was set while a loop over the data went on\nLeave the loop "
+                    "and begin another one after resume, load or set_epoch"
+                )
+            if not group:
+                break
             self._handed_out = min(self._handed_out + global_size, start + end)
             yield group[self.rank :: self.world_size]
         self._exhausted_from = start
@@ -219,8 +217,7 @@ class ResumableSampler(Sampler[int]):
         """
         if epoch != self._epoch:
             self._check_advanced()
-            self._epoch, self._position, self._handed_out = epoch, 0, 0
-            self._exhausted_from = None
+            self._go_to(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Order, epoch and position: plain values, the same on every rank."""
@@ -249,8 +246,11 @@ class ResumableSampler(Sampler[int]):
                 "leave the sampler out of the state to begin the epoch anew"
             )
         self.order = replace(self.order, seed=state_dict["seed"])
-        self._epoch, self._position = state_dict["epoch"], state_dict["position"]
-        self._handed_out, self._exhausted_from = self._position, None
+        self._go_to(state_dict["epoch"], state_dict["position"])
+
+    def _go_to(self, epoch: int, position: int) -> None:
+        self._epoch, self._position, self._handed_out = epoch, position, position
+        self._exhausted_from = self._iteration = None
 
     def _end(self, global_size: int) -> int:
         """How many of the remaining samples are handed out in groups of so many."""
@@ -391,12 +391,6 @@ def convert_step(
     For scripts that count steps; one that stores a sample position needs none of this. Batch sizes
     may be left out if they did not change.
 
-    Example:
-        >>> convert_step(300, 2, 4)
-        150
-        >>> convert_step(300, 2, 4, old_batch_size=16, new_batch_size=4)
-        600
-
     Args:
         old_step: Finished steps.
         old_world: Ranks that took them.
@@ -438,9 +432,7 @@ def convert_step(
     return step + 1
 
 
-# ---------------------------------------------------------------------------------------------
-# A shuffle that is computed place by place
-# ---------------------------------------------------------------------------------------------
+# A shuffle that is computed place by place --------------------------------------------------------
 
 # The order of an epoch must be the same on every rank and after every restart, in any version of
 # numpy and torch, and a rank that resumes in the middle should not have to draw everything before.
