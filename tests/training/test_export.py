@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import zipfile
 import zlib
 from pathlib import Path
@@ -278,8 +279,14 @@ def test_an_export_that_fails_leaves_the_old_one(format: Literal["safetensors", 
 def test_values_beyond_the_dtype_are_refused(tmp_path: Path) -> None:
     export_weights({"model": {"w": torch.ones(200)}}, tmp_path)
     large = {"model": {"w": torch.full((200,), 70000.0)}}
-    with pytest.raises(StateError, match="w: has infinite values as float16, whose largest number"):
+    with pytest.raises(StateError, match="w: has values beyond float16, whose largest number is 6"):
         export_weights(large, tmp_path)
+    with pytest.raises(StateError, match="w: has values beyond float8_e4m3fn, whose largest"):
+        export_weights(large, tmp_path, dtype="float8_e4m3fn")
+    with pytest.raises(StateError, match="w: has values beyond float32, whose largest"):
+        export_weights(
+            {"model": {"w": torch.tensor([1e300], dtype=torch.float64)}}, tmp_path, dtype="float32"
+        )
     assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], torch.ones(200).half())
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     export_weights(large, tmp_path, dtype="bfloat16")
@@ -288,6 +295,17 @@ def test_values_beyond_the_dtype_are_refused(tmp_path: Path) -> None:
     for weight in (mask, mask.half()):
         export_weights({"model": {"w": weight}}, tmp_path)
         assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], mask.half())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("exported", [None, "float32", "float16", "float8_e5m2"])
+def test_values_that_are_infinite_may_stay_so(
+    tmp_path: Path, dtype: torch.dtype, exported: str | None
+) -> None:
+    mask = torch.full((9, 9), -math.inf, dtype=dtype).triu(1)
+    export_weights({"model": {"mask": mask}}, tmp_path, dtype=exported)
+    found = load_file(tmp_path / "model.safetensors")["mask"]
+    assert torch.equal(found.double(), mask.double())
 
 
 def test_states_without_weights_are_refused(tmp_path: Path) -> None:

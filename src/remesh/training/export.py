@@ -289,9 +289,7 @@ def _report(
     )
 
 
-# ---------------------------------------------------------------------------------------------
-# Which weights there are
-# ---------------------------------------------------------------------------------------------
+# Which weights there are --------------------------------------------------------------------------
 
 
 class _Weight(msgspec.Struct, frozen=True):
@@ -414,9 +412,7 @@ def _choose(
     return tensors
 
 
-# ---------------------------------------------------------------------------------------------
-# The boxes of a rank
-# ---------------------------------------------------------------------------------------------
+# The boxes of a rank ------------------------------------------------------------------------------
 
 
 def _entries_of(tensor: _Tensor, boxes: Mapping[str, Sequence[TensorEntry]]) -> list[TensorEntry]:
@@ -442,7 +438,7 @@ def _entries_of(tensor: _Tensor, boxes: Mapping[str, Sequence[TensorEntry]]) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Exported(Memory):
-    """A box of a tensor whose elements are cast; none of them becomes infinite by that."""
+    """A box of a tensor whose elements are cast, and must stay finite, on their way out."""
 
     memory: Memory  # the box
     tensor: _Tensor
@@ -456,30 +452,30 @@ class _Exported(Memory):
         return self.memory.layout
 
     def copy_out(self, box: Box, into: CarrierArray) -> None:
-        source_dtype, dtype = self.tensor.source_dtype, self.tensor.dtype
-        if dtype == source_dtype:
-            self.memory.copy_out(box, into)
-            return
+        tensor = self.tensor
         values = np.empty(box.shape, self.memory.carrier)
         self.memory.copy_out(box, values)
-        into[...] = converted(values, source_dtype, (dtype,))
-        largest, before = (torch.finfo(torch_dtype(name)).max for name in (dtype, source_dtype))
-        num_infinite = _num_infinite(dtype, into) if largest < before else 0
-        if num_infinite and num_infinite > _num_infinite(source_dtype, values):
-            raise StateError(
-                f"{self.tensor.names[0]}: has infinite values as {dtype}, whose largest number is "
-                f"{largest:g}\nExport with dtype='bfloat16' or 'float32', which reach further"
-            )
+        if tensor.dtype != tensor.source_dtype:
+            given, values = values, converted(values, tensor.source_dtype, (tensor.dtype,))
+            _check_range(tensor, given, values)
+        into[...] = values
 
 
-def _num_infinite(name: str, values: CarrierArray) -> int:
-    """How many elements of a floating-point dtype are infinite."""
-    dtype = torch_dtype(name)
-    infinity = torch.tensor([math.inf]).to(dtype)
-    if not infinity.double().isinf():
-        return 0  # the type has none
-    # Bits are compared by numpy, in one thread: several ranks and writers do it at once.
-    kind = np.dtype(f"u{dtype.itemsize}")
-    [bits] = infinity.view(torch.uint8).numpy().view(kind)
-    without_sign = kind.type((1 << (8 * dtype.itemsize - 1)) - 1)
-    return int(np.count_nonzero((values.view(kind) & without_sign) == bits))
+def _check_range(tensor: _Tensor, given: CarrierArray, values: CarrierArray) -> None:
+    """Refuse numbers that a narrow dtype has not: they became infinite, or its largest."""
+    dtype = torch_dtype(tensor.dtype)
+    if dtype.itemsize > 1:
+        # Bits are compared by numpy, in one thread: several ranks and writers do it at once.
+        bits = np.dtype(f"u{dtype.itemsize}")
+        [infinity] = torch.tensor([math.inf]).to(dtype).view(torch.uint8).numpy().view(bits)
+        without_sign = bits.type(np.iinfo(bits).max >> 1)
+        if ((values.view(bits) & without_sign) < infinity).all():
+            return
+    sizes = np.abs(converted(given, tensor.source_dtype, ("float64",)))
+    largest = torch.finfo(dtype).max
+    if ((sizes > largest) & (sizes < math.inf)).any():
+        raise StateError(
+            f"{tensor.names[0]}: has values beyond {tensor.dtype}, whose largest number is "
+            f"{largest:g}\nExport with dtype='bfloat16', which reaches as far as float32, or with "
+            "dtype=None, which keeps what is there"
+        )
