@@ -1,8 +1,10 @@
 """Requests for saves: what a rank hears of them, and when they are answered."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,27 @@ def test_a_signal_that_comes_while_a_save_begins_is_not_taken_for_answered() -> 
         assert watch.asked() == ("", None)
     finally:
         watch.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_ends_by_a_signal_as_it_would_without_a_manager() -> None:
+    forking = multiprocessing.get_context("fork")
+    runs = forking.Event()
+
+    def sleep() -> None:
+        runs.set()
+        time.sleep(60)
+
+    with contextlib.closing(Watch([OnSignals()], "")) as watch:
+        helper = forking.Process(target=sleep)
+        helper.start()
+        assert runs.wait(60)
+        helper.terminate()
+        helper.join(30)
+        helper.kill()
+        helper.join()
+        assert helper.exitcode == -signal.SIGTERM
+        assert watch.asked() == ("", None)
 
 
 def test_a_request_to_wait_needs_no_save_if_the_memory_is_as_good(tmp_path: Path) -> None:

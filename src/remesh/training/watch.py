@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from os.path import expanduser
+from os.path import abspath, expanduser
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, get_args
@@ -42,7 +43,8 @@ class Watch:
 
     def __init__(self, every: Sequence[SavePolicy], agent_socket: str) -> None:
         self._agent = AgentConnection(agent_socket)
-        self._files = [expanduser(policy.file) for policy in every if isinstance(policy, OnRequest)]
+        requests = [policy for policy in every if isinstance(policy, OnRequest)]
+        self._files = [abspath(expanduser(policy.file)) for policy in requests]
         self._warned: set[str] = set()
         self._signal = ""
         self._heard: dict[str, str] = {}  # what `asked` returned since `answered`, by file
@@ -53,6 +55,7 @@ class Watch:
         wanted = [n for policy in every if isinstance(policy, OnSignals) for n in policy.signals]
         if wanted and threading.current_thread() is not threading.main_thread():
             raise ValueError("OnSignals needs the main thread; make the manager there")
+        self._process = os.getpid()
         self._former: dict[signal.Signals, Any] = {
             number: signal.signal(number, self._notice) for number in wanted
         }
@@ -177,3 +180,7 @@ class Watch:
     def _notice(self, number: int, _frame: FrameType | None) -> None:
         # Only takes note, since it may run between any two lines of the training.
         self._signal = signal.Signals(number).name
+        if number == signal.SIGTERM and os.getpid() != self._process:
+            # A forked process, such as one of a pool, which ends its own by this signal.
+            signal.signal(number, self._former[signal.SIGTERM] or signal.SIG_DFL)
+            signal.raise_signal(number)
