@@ -213,7 +213,10 @@ class Cluster(ApiCluster):
     def end(self, name: str, code: int, reason: str = "Error") -> None:
         state = {"terminated": {"exitCode": code, "reason": reason}}
         phase = "Failed" if code else "Succeeded"
-        self.pods[name]["status"] = {"phase": phase, "containerStatuses": [{"state": state}]}
+        pod = self.pods[name]
+        container = pod["spec"]["containers"][0]["name"]
+        found = [{"name": container, "state": state}]
+        pod["status"] = {"phase": phase, "containerStatuses": found}
 
     def sweep(self) -> None:
         """The kubelets finish with the pods that are to be deleted."""

@@ -149,13 +149,16 @@ def test_the_operator_reads_no_secrets_and_changes_no_pods() -> None:
 
 
 def test_pods_follow_the_restricted_profile() -> None:
+    worker = WorkerSpec(template=yaml.safe_load(TEMPLATE))
+    spec = msgspec.structs.replace(make_spec(), worker=worker)
+    job = msgspec.structs.replace(make_job(), spec=spec)
     for role in Role:
-        spec = make_pod(make_job(), role, 0)["spec"]
+        spec = make_pod(job, role, 0)["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert spec["automountServiceAccountToken"] is False
         assert spec["restartPolicy"] == "Never"
-        for container in spec["containers"]:
+        for container in [*spec["containers"], *spec["initContainers"]]:
             context = container["securityContext"]
             assert context["readOnlyRootFilesystem"] is True
             assert context["allowPrivilegeEscalation"] is False
@@ -180,7 +183,10 @@ spec:
     command: [env, remesh]
     env: [{name: A, value: "1"}]
     resources: {limits: {memory: 1Gi, cpu: 2}}
+    volumeMounts: [{name: shm, mountPath: /dev/shm/}]
   - {name: beside, image: other:1}
+  initContainers: [{name: first, image: other:1}]
+  volumes: [{name: shm, emptyDir: {medium: Memory, sizeLimit: 8Gi}}]
 """
 
 
@@ -220,8 +226,9 @@ def test_a_template_is_completed_not_overruled() -> None:
     assert {"name": "A", "value": "1"} in container["env"]
     volumes = {each["name"]: each for each in pod["volumes"]}
     assert [each["path"] for each in volumes["remesh-tls"]["secret"]["items"]] == ["ca.crt"]
-    mounted = {each["name"] for each in container["volumeMounts"]}
-    assert mounted == set(volumes)
+    mounted = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert mounted.keys() == volumes.keys()
+    assert [name for name, path in mounted.items() if "shm" in path] == ["shm"]
 
     master = make_pod(job, Role.MASTER, 2)["spec"]
     assert master["containers"][0]["image"] == "train:1"

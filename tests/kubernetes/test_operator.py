@@ -25,9 +25,9 @@ from remesh.kubernetes.operator import (
     JOBS,
     ApiCluster,
     Ask,
-    Masters,
     Metrics,
     Operator,
+    ask_master,
     seen_of_master,
 )
 from remesh.kubernetes.reconcile import STALLED, Action, MasterAnswer
@@ -141,11 +141,10 @@ def test_a_spec_that_is_not_valid_fails_its_job_alone(bundle: str) -> None:
 
     async def trial() -> None:
         async with aiohttp.ClientSession() as session:
-            masters = Masters(session, b"k", "127.0.0.1")
 
             async def ask(asked: ElasticJob, _pods: tuple[Pod, ...]) -> MasterAnswer | None:
                 running = Pod(name="m", role=Role.MASTER, index=0, phase="Running")
-                return await masters.ask(asked, (running,))
+                return await ask_master(session, b"k", "127.0.0.1", asked, (running,))
 
             async with operating(clusters, ask, Metrics()):
                 await until(lambda: clusters.conditions("bad").get("Failed"))

@@ -126,6 +126,17 @@ def test_a_worker_that_ends_is_replaced(
     assert (host in bench.hosts().values()) is not excludes, "remembered for the job"
 
 
+def test_a_worker_that_ends_while_containers_beside_it_run_is_replaced(bench: Bench) -> None:
+    pod = bench.cluster.pods["train-worker-1"]
+    ended = {"name": "train", "state": {"terminated": {"exitCode": 143}}}
+    # The server lists them by name.
+    found = [{"name": "log", "state": {"running": {}}}, ended]
+    pod["status"] = {"phase": "Running", "containerStatuses": found}
+    bench.settle()
+    assert bench.ids() == [0, 2, 3]
+    assert "train-worker-1" not in bench.cluster.pods, "it would keep its devices"
+
+
 @pytest.mark.parametrize("code", [2, 126, 127, 128])
 def test_a_command_that_cannot_run_stops_the_job(code: int, bench: Bench) -> None:
     bench.end(0, code)

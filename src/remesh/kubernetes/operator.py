@@ -239,7 +239,8 @@ class ApiCluster:
             await self._client.delete(kind, name, namespace=job.namespace, **options)
 
 
-Ask = Callable[[ElasticJob, tuple[Pod, ...]], Awaitable[MasterAnswer | None]]
+Pods = tuple[Pod, ...]
+Ask = Callable[[ElasticJob, Pods], Awaitable[MasterAnswer | None]]
 """Asks the master of a job; None if it is not reached."""
 
 _decode = msgspec.json.Decoder(Status).decode
@@ -267,36 +268,26 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class Masters:
-    """Asks masters for their status.
-
-    Args:
-        host: Where masters are reached; by default by the names of their services.
-    """
-
-    def __init__(self, session: aiohttp.ClientSession, key: bytes, host: str | None) -> None:
-        self._session = session
-        self._key = key
-        self._host = host
-
-    async def ask(self, job: ElasticJob, pods: tuple[Pod, ...]) -> MasterAnswer | None:
-        """The answer of a job's master; None if it does not run or is not reached."""
-        masters = {pod.index: pod for pod in pods if pod.role is Role.MASTER}
-        pod = masters.get(job.status.master)
-        if pod is None or not pod.is_running:
-            return None
-        url = f"{master_url(job, self._host)}/v{PROTOCOL_VERSION}/status"
-        headers = {"Authorization": f"Bearer {token_of(self._key, job)}"}
-        try:
-            trust = (None if job.spec.tls is None else job.spec.tls.trust()) or True
-            async with self._session.get(url, headers=headers, ssl=trust) as reply:
-                reply.raise_for_status()
-                return seen_of_master(_decode(await reply.read()), job.status.epoch, _now())
-        except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
-            log.info("%s: %s", url, error)
-        except (ClusterError, ValueError) as error:  # its answer, or its certificates in the spec
-            log.warning("%s: %s", url, error)
+async def ask_master(
+    session: aiohttp.ClientSession, key: bytes, host: str | None, job: ElasticJob, pods: Pods
+) -> MasterAnswer | None:
+    """The answer of a job's master, at a host or else at the name of its service."""
+    masters = {pod.index: pod for pod in pods if pod.role is Role.MASTER}
+    pod = masters.get(job.status.master)
+    if pod is None or not pod.is_running:
         return None
+    url = f"{master_url(job, host)}/v{PROTOCOL_VERSION}/status"
+    headers = {"Authorization": f"Bearer {token_of(key, job)}"}
+    try:
+        trust = (None if job.spec.tls is None else job.spec.tls.trust()) or True
+        async with session.get(url, headers=headers, ssl=trust) as reply:
+            reply.raise_for_status()
+            return seen_of_master(_decode(await reply.read()), job.status.epoch, _now())
+    except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+        log.info("%s: %s", url, error)
+    except (ClusterError, ValueError) as error:  # its answer, or its certificates in the spec
+        log.warning("%s: %s", url, error)
+    return None
 
 
 def seen_of_master(status: Status, epoch: int, now: datetime) -> MasterAnswer:
@@ -520,21 +511,13 @@ async def read_key(client: AsyncClient, namespace: str) -> bytes:
 
 def main(
     *,
-    namespace: str | None,
-    own_namespace: str | None,
-    metrics_port: int,
-    master_host: str | None,
-    identity: str,
+    namespace: str | None,  # the only one whose jobs it sees; None for all
+    own_namespace: str | None,  # where its key is; None for that of its account
+    metrics_port: int,  # where `/metrics` and `/healthz` are served; 0 for nowhere
+    master_host: str | None,  # where masters are reached; None for the names of their services
+    identity: str,  # its name in the events that it makes
 ) -> None:
-    """Run an operator until it is stopped.
-
-    Args:
-        namespace: The only namespace whose jobs it sees; None for all.
-        own_namespace: Where its key is; None for that of its account.
-        metrics_port: Where `/metrics` and `/healthz` are served; 0 for nowhere.
-        master_host: Where masters are reached; None for the names of their services.
-        identity: Its name in the events that it makes.
-    """
+    """Run an operator until it is stopped."""
 
     async def run() -> None:
         metrics, timeout = Metrics(), aiohttp.ClientTimeout(total=ASK_SECONDS)
@@ -546,8 +529,8 @@ def main(
             if metrics_port:
                 await stack.enter_async_context(_served(metrics, metrics_port))
             session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
-            masters = Masters(session, key, master_host)
-            operator = Operator(ApiCluster(client, key, identity), masters.ask, metrics)
+            ask = partial(ask_master, session, key, master_host)
+            operator = Operator(ApiCluster(client, key, identity), ask, metrics)
             stack.push_async_callback(operator.close)
             await kopf.operator(
                 registry=_registry(operator),

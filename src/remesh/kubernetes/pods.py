@@ -29,6 +29,8 @@ from remesh.kubernetes.resource import (
 )
 
 Manifest = dict[str, Any]
+Volume = tuple[str, str, Manifest]
+"""Name, path in the main container and source of a volume."""
 
 TOKEN_MOUNT = "/var/run/remesh/token"  # noqa: S105 - a directory
 TLS_MOUNT = "/var/run/remesh/tls"
@@ -105,11 +107,11 @@ def make_pod(job: ElasticJob, role: Role, index: int) -> Manifest:
     template = job.spec.master.template if is_master else job.spec.worker.template
     meta = template.get("metadata") or {}
     given = template.get("spec") or {}
-    containers = [dict(each) for each in given.get("containers") or [{}]]
-    containers[0] = _main_container(job, role, index, containers[0])
-    for each in containers:
-        each["securityContext"] = {**CONTAINER_SECURITY, **(each.get("securityContext") or {})}
-    volumes = [{"name": name, **source} for name, _, source in _volumes(job, role)]
+    main, *others = given.get("containers") or [{}]
+    taken = [each["mountPath"].rstrip("/") for each in main.get("volumeMounts") or []]
+    own = [each for each in _volumes(job, role) if each[1] not in taken]
+    containers = [_main_container(job, role, index, main, own), *others]
+    volumes = [{"name": name, **source} for name, _, source in own]
     drain = MASTER_STOP_SECONDS if is_master else job.spec.drain_seconds + STOP_SECONDS
     spec: Manifest = {
         "terminationGracePeriodSeconds": drain,
@@ -117,7 +119,8 @@ def make_pod(job: ElasticJob, role: Role, index: int) -> Manifest:
         "automountServiceAccountToken": False,
         **given,
         "restartPolicy": "Never",
-        "containers": containers,
+        "containers": _secured(containers),
+        "initContainers": _secured(given.get("initContainers") or []),
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER,
@@ -175,7 +178,16 @@ def _metadata(job: ElasticJob, name: str) -> Manifest:
     }
 
 
-def _main_container(job: ElasticJob, role: Role, index: int, given: Mapping[str, Any]) -> Manifest:
+def _secured(containers: list[Manifest]) -> list[Manifest]:
+    return [
+        {**each, "securityContext": {**CONTAINER_SECURITY, **(each.get("securityContext") or {})}}
+        for each in containers
+    ]
+
+
+def _main_container(
+    job: ElasticJob, role: Role, index: int, given: Mapping[str, Any], volumes: list[Volume]
+) -> Manifest:
     """The container that runs the master, or a worker's part of the training."""
     workers = (job.spec.worker.template.get("spec") or {}).get("containers") or [{}]
     image = workers[0].get("image", "")
@@ -187,7 +199,7 @@ def _main_container(job: ElasticJob, role: Role, index: int, given: Mapping[str,
     container["env"] = [*VARIABLES, *(given.get("env") or [])]
     mounts = [
         {"name": name, "mountPath": path, **({"readOnly": True} if "secret" in source else {})}
-        for name, path, source in _volumes(job, role)
+        for name, path, source in volumes
     ]
     container["volumeMounts"] = [*(given.get("volumeMounts") or []), *mounts]
     return container
@@ -225,8 +237,8 @@ def _worker_args(job: ElasticJob, index: int) -> list[str]:
     return [*args, *spec.worker.args, *spec.script]
 
 
-def _volumes(job: ElasticJob, role: Role) -> Iterator[tuple[str, str, Manifest]]:
-    """Name, path in the main container and source of each volume of a pod."""
+def _volumes(job: ElasticJob, role: Role) -> Iterator[Volume]:
+    """The volumes of a pod, besides the template's."""
     spec = job.spec
     yield "remesh-tmp", "/tmp", {"emptyDir": {}}  # noqa: S108 - the pod's own
     yield "remesh-token", TOKEN_MOUNT, {"secret": {"secretName": secret_name(job.name)}}

@@ -284,8 +284,8 @@ def _clean(this: _Draft) -> None:
     living = this.living_workers()
     if living and _ends_by_itself(this):
         return  # the workers learn of the end from the master
-    unwanted = [pod for pod in this.pods if policy is CleanPolicy.ALL or not pod.has_ended]
-    this.delete(living or unwanted)
+    unwanted = [pod for pod in this.pods if pod.lingers or not pod.has_ended]
+    this.delete(living or (this.pods if policy is CleanPolicy.ALL else unwanted))
 
 
 def _ends_by_itself(this: _Draft) -> bool:
@@ -483,6 +483,7 @@ def _keep_logs(this: _Draft) -> None:
         if role is Role.WORKER:
             ended = [pod for pod in ended if pod.index not in listed]
         this.delete(ended[:-MAX_ENDED])
+        this.delete(pod for pod in ended[-MAX_ENDED:] if pod.lingers)  # it keeps its devices
 
 
 # What users see -------------------------------------------------------------------------------

@@ -262,17 +262,18 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # why it is in that phase, or why its container waits
     message: str = ""  # the same in a sentence
     exit_code: int | None = None  # of its first container; None while that runs
+    lingers: bool = False  # whether others run though the first has ended
     expires: datetime | None = None  # when it is expected to be gone, if it is to be deleted
 
     @property
     def has_ended(self) -> bool:
-        """True if its container does not run and will not again."""
-        return self.phase in ("Succeeded", "Failed")
+        """True if its first container does not run and will not again."""
+        return self.lingers or self.phase in ("Succeeded", "Failed")
 
     @property
     def is_running(self) -> bool:
-        """True if its container runs, and nothing is known to end it."""
-        return self.phase == "Running" and self.expires is None
+        """True if its first container runs, and nothing is known to end it."""
+        return self.phase == "Running" and self.expires is None and not self.lingers
 
 
 class Key(NamedTuple):
@@ -324,13 +325,14 @@ def parse_job(data: Mapping[str, Any]) -> ElasticJob:
 
 def parse_pod(data: Mapping[str, Any]) -> Pod | None:
     """A pod from the JSON of the API server; None if its labels are not those of a job's pod."""
-    meta, status = data["metadata"], data.get("status") or {}
+    meta, spec, status = data["metadata"], data.get("spec") or {}, data.get("status") or {}
     labels = meta.get("labels") or {}
     role, index = labels.get(LABEL_ROLE, ""), labels.get(LABEL_INDEX, "")
     if role not in tuple(Role) or not index.isdecimal():
         return None
-    containers = status.get("containerStatuses") or [{}]
-    state = containers[0].get("state") or {}
+    # The server lists them by name, and not in the order of the spec.
+    states = {one["name"]: one.get("state") or {} for one in status.get("containerStatuses") or ()}
+    state = states.get(spec["containers"][0]["name"], {})
     ended, waiting = state.get("terminated") or {}, state.get("waiting") or {}
     expires = meta.get("deletionTimestamp")
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
@@ -341,11 +343,12 @@ def parse_pod(data: Mapping[str, Any]) -> Pod | None:
         name=meta["name"],
         role=Role(role),
         index=int(index),
-        host=(data.get("spec") or {}).get("nodeName") or "",
+        host=spec.get("nodeName") or "",
         phase=status.get("phase") or "Pending",
         reason=_first(ended, waiting, status, unscheduled, key="reason"),
         message=_first(ended, waiting, status, unscheduled, key="message")[:MAX_MESSAGE],
         exit_code=ended.get("exitCode"),
+        lingers=bool(ended) and any("running" in each for each in states.values()),
         expires=None if expires is None else datetime.fromisoformat(expires),
     )
 
