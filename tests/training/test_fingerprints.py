@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from remesh.core.sharded import ShardedTensor
+from remesh.core.sharded import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
+from remesh.sharding import DescribedOptimizer, NamedModule
 from remesh.training.fingerprints import Fingerprints
 
 DTYPES = (
@@ -133,6 +134,28 @@ def test_all_of_the_state_of_an_optimizer_is_looked_at() -> None:
     then = prints.take(optimizer)
     lists[0].data.add_(1)
     assert then.changed(optimizer) == "state.state.0.lists.0"
+
+
+def test_what_a_description_is_of_is_looked_at() -> None:
+    module, master, data = torch.nn.Linear(2, 2), torch.ones(6), torch.ones(3)
+    state = {
+        "named": NamedModule(module, {"": "net"}),
+        "described": DescribedOptimizer(torch.optim.SGD([master]), {master: ()}),
+        "factory": ShardedTensorFactory("made", data, lambda _, own: own, lambda own: own),
+        "left out": LocalNonpersistentObject(torch.nn.Linear(2, 2)),
+    }
+    for tensor, name in ((module.bias, "named.bias"), (master, "described.1"), (data, "factory")):
+        then = Fingerprints().take(state)
+        tensor.data.add_(1)
+        assert then.changed(state) == f"state.{name}"
+    assert len(then.versions) == 4
+
+
+def test_tensors_without_memory_of_their_own_may_be_in_modules() -> None:
+    graph = torch.nn.Module()
+    graph.register_buffer("edges", torch.eye(3).to_sparse(), persistent=False)
+    state = [graph, torch.nn.LazyLinear(3)]
+    assert Fingerprints().take(state).changed(state) == ""
 
 
 def test_shards_of_a_state_are_found() -> None:

@@ -38,6 +38,7 @@ from remesh.errors import (
 )
 from remesh.events import Event
 from remesh.exchange import Alone, ThreadExchange
+from remesh.sharding import NamedModule
 from remesh.storage import LocalStorage, open_storage
 from remesh.training import manager as manager_module
 from remesh.training.manager import Manager
@@ -185,10 +186,21 @@ def test_a_state_that_changed_after_its_step_is_not_saved_at_the_end(
     assert how == "a step" or "Rank 0 changed state.model.bias" in caplog.text
 
 
+class Counting(torch.nn.Module):
+    number = 0
+
+    def get_extra_state(self) -> int:
+        return self.number
+
+    def set_extra_state(self, state: int) -> None:
+        self.number = state
+
+
 def test_a_step_is_saved_again_only_if_it_is_another_state(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
+    model, stage, counting = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), Counting()
     array = np.zeros(3)
-    state = {"model": model, "array": array, "value": 1}
+    named = NamedModule(stage, {"": "stage"})
+    state = {"model": model, "array": array, "value": 1, "named": named, "counting": counting}
 
     def save_id() -> str:
         return remesh.Checkpoint(tmp_path / "step_00000002").record.save_id
@@ -208,6 +220,8 @@ def test_a_step_is_saved_again_only_if_it_is_another_state(tmp_path: Path) -> No
             lambda: state.update(value=2),
             lambda: array.fill(1),
             lambda: torch.nn.init.zeros_(model.bias),
+            lambda: torch.nn.init.zeros_(stage.bias),
+            lambda: setattr(counting, "number", 1),
             model.weight.data.zero_,
         ):
             change()
@@ -333,10 +347,39 @@ def test_metrics_that_are_no_numbers_are_refused(metric: Any, tmp_path: Path) ->
         Manager(tmp_path, group=Alone()).save(1, state_of(1), metrics={"loss": metric})
 
 
+def test_a_relative_root_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Manager("run", every=[EverySteps(1), OnRequest("ask")], group=Alone()) as manager:
+        tmp_path.joinpath("other").mkdir()
+        monkeypatch.chdir("other")
+        tmp_path.joinpath("ask").write_text("save-and-stop")
+        manager.step(1, state_of(1))
+        assert manager.should_stop
+    assert names(tmp_path / "run") == ["0001"]
+
+
+def test_ranks_look_at_once_after_steps_have_gone_back(tmp_path: Path) -> None:
+    def play(exchange: ThreadExchange) -> bool:
+        root, ask = tmp_path / "run", tmp_path / "ask"
+        with Manager(root, every=OnRequest(str(ask)), group=exchange) as manager:
+            manager.save(1, state_of(1, exchange))
+            for step in (1, 500, 1000):
+                manager.step(step, state_of(step, exchange))
+            manager.resume(state_of(0, exchange))
+            ask.write_text("save")
+            return manager.step(2, state_of(2, exchange))
+
+    assert run_ranks(2, play) == [True, True]
+
+
 def test_the_name_of_the_manager_is_refused(tmp_path: Path) -> None:
     manager = Manager(tmp_path, group=Alone())
     with pytest.raises(StateError, match="'manager' is taken"):
         manager.save(1, {"manager": 1})
+    with pytest.raises(StateError, match="'manager' is taken"):
+        manager.save(1, {"own": 1}, metadata={"manager": 1})
 
 
 def test_plain_checkpoints_can_be_resumed_from(tmp_path: Path) -> None:

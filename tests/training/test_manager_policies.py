@@ -34,6 +34,11 @@ def test_steps_and_seconds() -> None:
     every = (EverySteps(4), EverySeconds(60), EverySteps(10))
     assert [step for step in range(1, 21) if due_by_step(every, step)] == [4, 8, 10, 12, 16, 20]
     assert due_by_step(every, 20) == "every 4 steps"
+    # Steps need not be counted one by one, and may go back.
+    calls = [1, 3, 9, 11, 13, 5, 6, 8]
+    pairs = zip(calls, [None, *calls], strict=False)
+    due = [step for step, before in pairs if due_by_step(every, step, before)]
+    assert due == [9, 11, 13, 8]
     assert due_by_time(every, 59.9) == ""
     assert due_by_time(every, 60.0) == "every 60 s"
     assert due_by_step((), 4) == due_by_time((), 1e9) == ""

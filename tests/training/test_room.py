@@ -8,7 +8,7 @@ import torch
 from remesh.catalog import ManagerNote
 from remesh.elastic.training_job import TrainingJob
 from remesh.training import rng, survivors
-from remesh.training.fingerprints import Fingerprints
+from remesh.training.fingerprints import Fingerprints, named_tensors
 from remesh.training.survivors import (
     HOST,
     Boundary,
@@ -16,7 +16,6 @@ from remesh.training.survivors import (
     bytes_by_device,
     make_room,
     must_move,
-    tensors_of,
 )
 
 GPU = torch.device("cuda", 0)
@@ -50,7 +49,7 @@ def trained() -> dict[str, object]:
 def test_the_tensors_of_a_state_are_found_and_shared_memory_counts_once() -> None:
     state = trained()
     own = torch.ones(5)
-    tensors = list(tensors_of(state | {"twice": [own, own[:2]]}))
+    tensors = [one for _, one in named_tensors(state | {"twice": [own, own[:2]]})]
     # Weight and bias with two moments and a step each, a list, and two that are one.
     assert bytes_by_device(tensors) == {HOST: 4 * (20 * 3 + 2 + 3 + 5)}
 

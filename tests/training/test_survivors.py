@@ -82,7 +82,7 @@ class World:
             "model": self.model,
             "optimizer": DescribedOptimizer(self.optimizer, {}),
             "average": self.average,
-            "teacher": NamedModule(self.teacher, {"weight": "w"}),
+            "teacher": NamedModule(self.teacher, {"": "frozen"}),
             "lock": LocalNonpersistentObject(threading.Lock()),
             "scheduler": self.scheduler,
             "batches": self.batches,

@@ -15,7 +15,7 @@ A fingerprint holds no tensor: it never keeps memory alive that the training giv
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -25,9 +25,14 @@ import numpy.typing as npt
 import torch
 from torch.optim.optimizer import Optimizer
 
+from remesh.adapters import DescribedOptimizer, NamedModule
 from remesh.core.integrity import hex_digest
-from remesh.core.sharded import ShardedTensor
-from remesh.training.resuming import named_leaves, unwrapped
+from remesh.core.sharded import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 
 SMALL = 1 << 20
 """Bytes up to which buffers of modules are no part of a fingerprint. A forward pass changes them,
@@ -47,12 +52,14 @@ _Kinds = dict[tuple[torch.device, torch.dtype], tuple[list[int], list[int | None
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _BYTES, _VERSION = attrgetter("nbytes"), attrgetter("_version")
 _STRIDES = torch.Tensor.stride
+_NO_MEMORY = (RuntimeError, ValueError)  # that of a lazy module is a ValueError
 
 
 class Fingerprints:
     """Takes fingerprints of a state, step after step. For one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole_bytes: int = WHOLE_BYTES) -> None:
+        self._whole_bytes = whole_bytes
         # As long as no tensor moves, their memory is where it was.
         self._places: list[_Place] = []
         self._kinds: _Kinds = {}
@@ -68,15 +75,24 @@ class Fingerprints:
         tensors = plain(tensors)
         places = _places_of(tensors)
         if places != self._places:
-            self._places, self._kinds = places, _kinds_of(tensors, places)
+            self._places, self._kinds = places, self._kinds_of(tensors, places)
         kinds = [*self._kinds.values()]
         samples = [_join([tensors[number] for number in own], steps) for own, steps in kinds]
         return Fingerprint(places, _versions_of(tensors), kinds, samples)
 
+    def _kinds_of(self, tensors: Sequence[torch.Tensor], places: Sequence[_Place]) -> _Kinds:
+        kinds: _Kinds = defaultdict(lambda: ([], []))
+        for number, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
+            if all(place[:2]) and not tensor.is_quantized and _has_memory(tensor):
+                numbers, steps = kinds[tensor.device, tensor.dtype]
+                numbers.append(number)
+                steps.append(_step_of(tensor, self._whole_bytes))
+        return kinds
+
 
 def _walk(node: Any, found: list[torch.Tensor]) -> None:
     """Collect the tensors of a state, in an order that depends on the state alone."""
-    match node:
+    match node := described(node):
         case torch.Tensor():
             found.append(node)
         case torch.nn.Module():
@@ -84,7 +100,7 @@ def _walk(node: Any, found: list[torch.Tensor]) -> None:
                 own = part._parameters.values()  # noqa: SLF001
                 found += [tensor for tensor in own if tensor is not None]
                 buffers = part._buffers.values()  # noqa: SLF001
-                found += [one for one in buffers if one is not None and one.nbytes > SMALL]
+                found += [one for one in buffers if one is not None and num_bytes(one) > SMALL]
         case Optimizer():
             kept: list[Any] = []
             for values in node.state.values():
@@ -101,8 +117,6 @@ def _walk(node: Any, found: list[torch.Tensor]) -> None:
                 _walk(value, found)
         case ShardedTensor():
             found += [part.data for part in node.parts if isinstance(part.data, torch.Tensor)]
-        case _ if (inner := unwrapped(node)) is not node:
-            _walk([inner, *getattr(node, "stands_for", ())], found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,8 +129,8 @@ class Fingerprint:
     samples: list[torch.Tensor]  # of each kind, joined
 
     def digest(self) -> str:
-        """A text that changes when any of this changes."""
-        facts = repr((self.places, self.versions)).encode()
+        """A text that changes when any of this changes but the addresses."""
+        facts = repr(([place[1:] for place in self.places], self.versions)).encode()
         return hex_digest(facts + b"".join(_host_bytes(one).tobytes() for one in self.samples))
 
     def changed(self, state: Any, but: Collection[int] = ()) -> str:
@@ -161,16 +175,6 @@ class Fingerprint:
         return differs
 
 
-def _kinds_of(tensors: Sequence[torch.Tensor], places: Sequence[_Place]) -> _Kinds:
-    kinds: _Kinds = defaultdict(lambda: ([], []))
-    for number, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
-        if all(place[:2]) and not tensor.is_quantized and _has_memory(tensor):
-            numbers, steps = kinds[tensor.device, tensor.dtype]
-            numbers.append(number)
-            steps.append(_step_of(tensor))
-    return kinds
-
-
 def _has_memory(tensor: torch.Tensor) -> bool:
     """True if all elements are in memory: FSDP and others give back that of a tensor they keep."""
     storage = tensor.untyped_storage()
@@ -201,9 +205,9 @@ def _join(tensors: Sequence[torch.Tensor], steps: Sequence[int | None]) -> torch
         return torch.cat(samples)
 
 
-def _step_of(tensor: torch.Tensor) -> int | None:
+def _step_of(tensor: torch.Tensor, whole_bytes: int) -> int | None:
     """Elements of memory from one of the sample to the next; None if the sample is the whole."""
-    if tensor.numel() < NUM_SAMPLES or tensor.nbytes <= WHOLE_BYTES:
+    if tensor.numel() < NUM_SAMPLES or tensor.nbytes <= whole_bytes:
         return None
     return (_num_spanned(tensor) - 1) // (NUM_SAMPLES - 1)
 
@@ -211,6 +215,11 @@ def _step_of(tensor: torch.Tensor) -> int | None:
 def _host_bytes(sample: torch.Tensor) -> npt.NDArray[np.uint8]:
     taken: npt.NDArray[np.uint8] = sample.view(torch.uint8).cpu().numpy()
     return taken
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor; 0 if it has no memory of its own, as a sparse one."""
+    return _place_of(tensor)[1]
 
 
 def plain(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -236,14 +245,14 @@ def _places_of(tensors: Sequence[torch.Tensor]) -> list[_Place]:
     try:
         addresses = map(torch.Tensor.data_ptr, tensors)
         return list(zip(addresses, map(_BYTES, tensors), map(_STRIDES, tensors), strict=True))
-    except (RuntimeError, NotImplementedError):
+    except _NO_MEMORY:
         return [_place_of(tensor) for tensor in tensors]
 
 
 def _place_of(tensor: torch.Tensor) -> _Place:
     try:
         return tensor.data_ptr(), tensor.nbytes, tensor.stride()
-    except (RuntimeError, NotImplementedError):
+    except _NO_MEMORY:
         return 0, 0, ()
 
 
@@ -254,8 +263,39 @@ def _versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [-1 if one.is_inference() else one._version for one in tensors]  # noqa: SLF001
 
 
-def named_tensors(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def described(node: Any) -> Any:
+    """What a description in a state is of; other parts of a state as they are."""
+    match node:
+        case NamedModule():
+            return node.module
+        case DescribedOptimizer():
+            return [node.optimizer, *node.stands_for] if node.stands_for else node.optimizer
+        case ShardedTensorFactory() | ShardedObject():
+            return node.data
+        case LocalNonpersistentObject():
+            return None
+    return node
+
+
+def named_tensors(node: Any, name: str = "state") -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a state that a process holds, with their names there."""
-    for name, leaf in named_leaves(state, "state"):
-        if isinstance(leaf, torch.Tensor):
-            yield name, leaf
+    parts: Iterable[tuple[object, Any]] = ()
+    match node := described(node):
+        case torch.Tensor():
+            yield name, node
+        case torch.nn.Module():
+            parts = (*node.named_parameters(), *node.named_buffers())
+        case Optimizer():
+            groups = [{**group, "params": None} for group in node.param_groups]
+            parts = [("state", [*node.state.values()]), ("param_groups", groups)]
+        case Mapping():
+            parts = node.items()
+        case list() | tuple():
+            parts = enumerate(node)
+        case ShardedTensor():
+            for part in node.parts:
+                yield from named_tensors(part.data, name)
+        case _ if hasattr(node, "state_dict") and hasattr(node, "load_state_dict"):
+            parts = node.state_dict().items()
+    for key, part in parts:
+        yield from named_tensors(part, f"{name}.{key}")

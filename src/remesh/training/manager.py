@@ -15,17 +15,9 @@ Saves. A save begins when the one before has ended on every rank, so at most one
 host memory is bounded by the arena of `remesh.Saver`. Rank 0 removes what no policy keeps in its
 background, after the new checkpoint is committed; if that fails, it is raised like a failed save.
 
-Snapshots. With `memory_every` the same is kept in the memory of the nodes as well (`memory`). A
-restarted job that resumes from there saves the state to storage at once.
-
-Resuming. Rank 0 lists and all follow. A damaged checkpoint is passed over, with the reason in log
-and result. The state in processes that go on (`survivors`) is as good as a checkpoint of that step.
-A mismatch, a newer format or a failing storage is raised: going back would hide it.
-
 The end. The step of the last call of `step` is saved, unless its state has changed since, which
 fingerprints of its tensors show (`fingerprints`). In one process one manager at a time saves to a
-root. In a notebook, a cell that is run again or interrupted leaves a manager that was never closed;
-the next manager of that root closes it.
+root: the next one of a root closes one that a cell of a notebook has left open.
 """
 
 from __future__ import annotations
@@ -49,8 +41,8 @@ from remesh.background import SaveHandle, Saver
 from remesh.catalog import CheckpointInfo
 from remesh.checkpoint import Buffers
 from remesh.checkpoint.arguments import check_count, check_flag, check_seconds, is_place
-from remesh.checkpoint.local import exchange_of
-from remesh.core.state import Joined
+from remesh.checkpoint.local import describe_local, exchange_of
+from remesh.core.state import Description, Joined
 from remesh.elastic.training_job import TrainingJob
 from remesh.errors import RemeshError, StateError
 from remesh.events import Event, OnEvent, ignore
@@ -61,7 +53,7 @@ from remesh.storage import is_local, open_storage
 from remesh.training import policies, resuming, rng
 from remesh.training.memory import Memory, agree_on_directories
 from remesh.training.policies import KeepPolicy, Note, RetentionDecision, SavePolicy
-from remesh.training.resuming import Loaded, Recorder, Resumed, Source, digest_of_state
+from remesh.training.resuming import Loaded, Recorder, Resumed, Source, digest_of
 from remesh.training.rng import Randomness
 from remesh.training.watch import Watch
 from remesh.transform import Program, Transform, as_transform
@@ -148,6 +140,7 @@ class Manager:
     _last: _LastStep | None = None  # if no save of it was begun
     _fingerprints: Fingerprints | None = None  # if torch is there
     _retention_error: Exception | None = None
+    _stepped: int | None = None  # the step of the last call of `step`, or that was resumed
     _last_look: int | None = None
     _next_look: int | None = None
     _should_stop = False
@@ -183,7 +176,9 @@ class Manager:
         check_seconds("Manager", "deadline", deadline)
         if arena_bytes is not None:
             check_count("Manager", "arena_bytes", arena_bytes, 1)
-        self._root, self._storage = root, open_storage(root)
+        self._storage = open_storage(root)
+        # A relative path means the same when the process has gone to another directory.
+        self._root = self._storage.url if is_local(self._storage) else root
         self._every, self._keep = policies.save_policies(every), policies.keep_policies(keep)
         self._background, self._on_event = background, on_event
         self._exchange = exchange_of(group)
@@ -225,7 +220,7 @@ class Manager:
         return Memory(
             self._exchange,
             directories,
-            self._storage.url if is_local(self._storage) else str(self._root),
+            str(self._root),
             self._recorder,
             every=every,
             num_replicas=num_replicas,
@@ -312,7 +307,8 @@ class Manager:
             self._warm(state)
         is_look = self._next_look is None or step >= self._next_look
         verdict = self._exchange_notes(step) if is_look else Note()
-        reason = policies.due_by_step(self._every, step) or verdict.reason
+        reason = policies.due_by_step(self._every, step, self._stepped) or verdict.reason
+        self._stepped = step
         if self._memory is not None and self._memory.is_due(step):
             self._memory.save(step, state, metrics)
         if reason:
@@ -385,7 +381,7 @@ class Manager:
             self._last = None
         full = Joined(state)
         what: dict[str, object] = dict(metadata or {})
-        own: list[_Save] = []
+        own: list[tuple[Description, _Save]] = []
         name = catalog.step_name(step)
 
         def prepare() -> bytes:
@@ -393,13 +389,15 @@ class Manager:
             self._end_save()
             may_be_pinned = step == self.saved_step and self._exchange.rank == 0
             is_pinned = may_be_pinned and catalog.is_pinned(self._storage, name)
-            own.append(_Save(step, digest_of_state(state), time.monotonic(), is_pinned))
-            return self._recorder.describe(step, metrics, full, what)
+            summary = self._recorder.describe(step, metrics, full, what)
+            found = describe_local(full)
+            own.append((found, _Save(step, digest_of(found), time.monotonic(), is_pinned)))
+            return summary
 
         told = run_on_all(self._exchange, prepare)
         if self._exchange.rank == 0 and self._begun is None:
             rng.warn_of_differences(told)
-        [save], saved = own, self._saved
+        [(found, save)], saved = own, self._saved
         is_same = is_told = False
         if saved is not None and saved.step == step:
             what_is = b"more to tell" if metrics or metadata else b"nothing new"
@@ -414,9 +412,9 @@ class Manager:
         overwrite = is_same or name in self._superseded
         self._begun = save
         if self._background:
-            self._handle = self._saver.save_async(full, place, overwrite=overwrite, metadata=what)
+            self._handle = self._saver.save_async(found, place, overwrite=overwrite, metadata=what)
         else:
-            self._saver.save(full, place, overwrite=overwrite, metadata=what)
+            self._saver.save(found, place, overwrite=overwrite, metadata=what)
             self._saved = save
             self.wait()
 
@@ -583,10 +581,12 @@ class Manager:
         self._recorder.go_on_from(source.note, source.note.parent if is_live else parent)
         # What was not saved before the function was entered again is not saved now.
         self._began = time.monotonic() - source.unsaved_seconds
-        self._begun = None
-        self._saved = None
+        self._begun = self._saved = None
+        self._stepped = source.note.step
+        self._next_look = self._last_look = None  # the steps may have gone back
         if not is_live:
-            self._saved = _Save(source.note.step, digest_of_state(state), self._began)
+            digest = digest_of(describe_local(state))
+            self._saved = _Save(source.note.step, digest, self._began)
         self._superseded = frozenset(
             one.info.name for one, _ in loaded.passed_over if one.kind == "stored"
         )

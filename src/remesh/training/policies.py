@@ -8,12 +8,7 @@ and then and not at each step: `next_look` says when again.
 
 `decide_retention` gets what is known of each checkpoint in a directory and gives the reasons why
 each is kept; one without a reason is to be removed (`remove_unkept`). Policies are united: a
-checkpoint stays if any of them keeps it. Whatever the policies say, these stay:
-
-* the newest that is not known to be damaged,
-* what is pinned, and what is being read at the time,
-* what belongs to another run, and what is known to be damaged (it may be repaired, and counts for
-  no policy).
+checkpoint stays if any of them keeps it, and some always stay (`_protections`, and the newest).
 
 After Orbax, where the decisions to save and to keep are separate values as well.
 """
@@ -47,14 +42,12 @@ MAX_GAP = 1000
 """Most steps between two exchanges."""
 
 
-# ---------------------------------------------------------------------------------------------
-# When to save
-# ---------------------------------------------------------------------------------------------
+# When to save -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class EverySteps:
-    """Save after each step that `num_steps` divides."""
+    """Save after each step that `num_steps` divides, or the first one that is counted after it."""
 
     num_steps: int
 
@@ -153,10 +146,11 @@ def combine(notes: Sequence[Note]) -> Note:
     )
 
 
-def due_by_step(policies: Sequence[SavePolicy], step: int) -> str:
-    """Why the step alone asks for a save, or nothing."""
+def due_by_step(policies: Sequence[SavePolicy], step: int, before: int | None = None) -> str:
+    """Why the steps after that of the call before ask for a save, or nothing."""
+    before = step - 1 if before is None else min(before, step - 1)
     for policy in policies:
-        if isinstance(policy, EverySteps) and step % policy.num_steps == 0:
+        if isinstance(policy, EverySteps) and step // policy.num_steps > before // policy.num_steps:
             return f"every {policy.num_steps} steps"
     return ""
 
@@ -182,9 +176,7 @@ def next_look(step: int, step_seconds: float | None, *, last_gap: int, world_siz
     return step + max(1, min(fitting, 2 * last_gap, MAX_GAP))
 
 
-# ---------------------------------------------------------------------------------------------
-# What to keep
-# ---------------------------------------------------------------------------------------------
+# What to keep -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

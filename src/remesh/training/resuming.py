@@ -1,9 +1,8 @@
 """What a save of a manager records beside the user's state, and how a job resumes from it.
 
 Random numbers are tensors of the state, under `manager.rng`; the note is metadata of the commit
-record. Both are taken on each rank when a save begins. A digest of the state tells whether a step
-that is saved already has changed. It is made of fingerprints of the tensors (`fingerprints`), which
-cost no copy, of numpy's arrays in full, and of plain values.
+record. Both are taken on each rank when a save begins. A digest tells whether the state of a step
+that is saved already has changed.
 
 A resume lists the sources of a state, decides which is taken first, loads it, and notes what fails.
 That is collective. Rank 0 alone looks at the directory and writes to it, and what it sees is what
@@ -18,7 +17,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -30,14 +29,10 @@ from remesh import catalog
 from remesh._repr import short_repr
 from remesh.catalog import CheckpointInfo, ManagerNote, TrackerRun
 from remesh.checkpoint import RestoreReport, load
-from remesh.core.integrity import hex_digest
-from remesh.core.sharded import (
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
-from remesh.core.state import Joined
+from remesh.core.integrity import hex_digest, raw_digest
+from remesh.core.sharded import ShardedTensor
+from remesh.core.state import Description, Joined
+from remesh.core.values import encode, encode_object
 from remesh.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -51,6 +46,7 @@ from remesh.storage import Storage, is_local
 from remesh.training import rng
 from remesh.training.rng import Randomness
 from remesh.training.trackers import run_id_of
+from remesh.transform.syntax import listing
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -96,6 +92,7 @@ class Recorder:
         """Fill in what is saved beside the state: random numbers, and the note; `rng.summary`."""
         streams = self.streams()
         rows = rng.rows_of(streams, self.roles)
+        _refuse_taken(metadata)
         full.beside.update(with_rows(full.state, rows).beside)
         note = self.note(step, metrics, streams)
         metadata[catalog.NOTE_KEY] = msgspec.json.decode(msgspec.json.encode(note))
@@ -124,74 +121,33 @@ def new_run() -> str:
 
 def with_rows(state: Any, rows: Mapping[str, ShardedTensor]) -> Joined:
     """The user's state and the states of random numbers, as they are stored together."""
-    if isinstance(state, Mapping) and catalog.NOTE_KEY in state:
-        raise StateError(f"the name {catalog.NOTE_KEY!r} is taken by the manager; use another one")
+    _refuse_taken(state)
     return Joined(state, {catalog.NOTE_KEY: {"rng": dict(rows)}} if rows else {})
 
 
-def digest_of_state(state: Any) -> str:
-    """A text that changes when any tensor, array or plain value of a state changes."""
-    torch = sys.modules.get("torch")
-    tensors, facts = [], []
-    for name, leaf in named_leaves(state, ""):
-        value = leaf
-        if torch is not None and isinstance(leaf, torch.Tensor):
-            tensors.append(leaf)
-            value = ""
-        elif torch is not None and isinstance(leaf, torch.Generator):
-            value = hex_digest(leaf.get_state().numpy().tobytes())
-        elif isinstance(leaf, np.ndarray):
-            value = leaf.shape, hex_digest(np.ascontiguousarray(leaf).tobytes())
-        facts.append(f"{name} {value!r}")
+def _refuse_taken(entries: Any) -> None:
+    if isinstance(entries, Mapping) and catalog.NOTE_KEY in entries:
+        raise StateError(f"the name {catalog.NOTE_KEY!r} is taken by the manager; use another one")
+
+
+def digest_of(found: Description) -> str:
+    """A text that changes with what is stored but random numbers; of large tensors with samples."""
+    torch, tensors = sys.modules.get("torch"), []
+    facts = [encode(value, name) for name, value in found.values.items()]
+    facts += [encode_object(one.data, one.unique_name) for one in found.objects]
+    for entry in found.tensors:
+        if not entry.name.startswith(f"{catalog.NOTE_KEY}."):
+            for part in entry.parts:
+                if torch is not None and isinstance(part.data, torch.Tensor):
+                    tensors.append(part.data)
+                elif isinstance(part.data, np.ndarray):
+                    facts.append(np.ascontiguousarray(part.data).tobytes())
     if tensors:
         from remesh.training.fingerprints import Fingerprints
 
-        facts.append(Fingerprints().take_of(tensors).digest())
-    return hex_digest("\n".join(facts).encode(errors="surrogatepass"))
-
-
-def named_leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The tensors, arrays and values of a state that a process holds, with their names there."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(node, torch.nn.Module):
-        for key, tensor in (*node.named_parameters(), *node.named_buffers()):
-            yield f"{name}.{key}", tensor
-    elif torch is not None and isinstance(node, torch.optim.Optimizer):
-        groups = [{**group, "params": None} for group in node.param_groups]
-        parts = {"state": [*node.state.values()], "param_groups": groups}
-        yield from named_leaves(parts, name)
-    elif isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from named_leaves(value, f"{name}.{key}")
-    elif isinstance(node, list | tuple):
-        for number, value in enumerate(node):
-            yield from named_leaves(value, f"{name}.{number}")
-    elif isinstance(node, ShardedTensor):
-        for part in node.parts:
-            yield from named_leaves(part.data, name)
-    elif isinstance(node, Joined):
-        yield from named_leaves([node.state, node.beside], name)
-    elif (inner := unwrapped(node)) is not node:
-        yield from named_leaves(inner, name)
-    elif hasattr(node, "state_dict") and hasattr(node, "load_state_dict"):
-        yield from named_leaves(node.state_dict(), name)
-    else:
-        yield name, node
-
-
-def unwrapped(node: Any) -> Any:
-    """What is stored of a wrapper of `remesh.sharding`; any other node itself."""
-    match node:
-        case LocalNonpersistentObject():
-            return None
-        case ShardedObject() | ShardedTensorFactory():
-            return node.data
-    adapters = sys.modules.get("remesh.adapters")  # which makes the others
-    if adapters is not None and isinstance(node, adapters.NamedModule):
-        return node.module
-    if adapters is not None and isinstance(node, adapters.DescribedOptimizer):
-        return node.optimizer
-    return node
+        facts.append(Fingerprints(whole_bytes=1 << 14).take_of(tensors).digest().encode())
+    names = repr([*found.paths, found.merged_lists])
+    return hex_digest(b"".join([names.encode(errors="surrogatepass"), *map(raw_digest, facts)]))
 
 
 # Resuming -----------------------------------------------------------------------------------------
@@ -474,9 +430,7 @@ def _by_ranks(replies: Sequence[bytes]) -> tuple[str, ...]:
 
 
 def _few(ranks: Sequence[int]) -> str:
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    more = f" and {len(ranks) - MAX_SHOWN} more" if len(ranks) > MAX_SHOWN else ""
-    return f"{noun} {', '.join(map(str, ranks[:MAX_SHOWN]))}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listing(ranks, MAX_SHOWN)}"
 
 
 def _load_rows(

@@ -55,10 +55,12 @@ from remesh.training.fingerprints import (
     SMALL,
     Fingerprint,
     Fingerprints,
+    described,
     named_tensors,
+    num_bytes,
     plain,
 )
-from remesh.training.resuming import Recorder, Source, unwrapped, with_rows
+from remesh.training.resuming import Recorder, Source, with_rows
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -361,7 +363,7 @@ class Keeper:
             case torch.Generator():
                 drawn = node.get_state()
                 return lambda: drawn
-            case _ if (inner := unwrapped(node)) is not node:
+            case _ if (inner := described(node)) is not node:
                 self.keep(inner, name)
             case _ if hasattr(node, "state_dict") and hasattr(node, "load_state_dict"):
                 kept = _copied(node.state_dict(), name, node)
@@ -409,7 +411,7 @@ class Keeper:
         self._restore.append(put)
 
     def _copy_if_small(self, tensor: torch.Tensor) -> None:
-        if tensor.nbytes > MAX_COPY:
+        if num_bytes(tensor) > MAX_COPY:
             return
         kept = tensor.detach().clone()
         self._copied.update({id(part): part for part in plain([tensor])})
@@ -451,13 +453,7 @@ def _shard_again(module: torch.nn.Module) -> None:
             part.reshard()
 
 
-def tensors_of(state: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a state that a process holds, parts of divided ones included."""
-    for _, tensor in named_tensors(state):
-        yield getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-
-
-def bytes_by_device(tensors: list[torch.Tensor]) -> dict[torch.device, int]:
+def bytes_by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, int]:
     """The memory that tensors take on each device; memory that two share counts once."""
     sizes: dict[torch.device, dict[int, int]] = defaultdict(dict)
     for tensor in tensors:
@@ -495,7 +491,7 @@ def must_move(
 
 def make_room(state: Any) -> bool:
     """Move tensors of a state to the host if need be; False if there is no room there either."""
-    tensors = list(tensors_of(state))
+    tensors = plain([tensor for _, tensor in named_tensors(state)])
     held = bytes_by_device(tensors)
     moving = must_move(held, {device: free_bytes(device) for device in {HOST, *held}})
     if moving is None:

@@ -145,7 +145,7 @@ def shorten(text: str) -> str:
     return text if len(text) <= limit else f"{text[: limit - 60]} ... {text[-55:]}"
 
 
-def listing(names: Sequence[str], limit: int = 5) -> str:
+def listing(names: Sequence[object], limit: int = 5) -> str:
     """Names for a message: the first few, and how many there are more."""
     shown = ", ".join(map(repr, names[:limit]))
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
