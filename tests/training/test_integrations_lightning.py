@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 from pathlib import Path
@@ -23,7 +24,12 @@ from remesh.training.integrations.lightning import (  # noqa: E402 - it needs Li
     EpochLoader,
     RemeshCallback,
 )
-from tests.training.example import load_example  # noqa: E402
+from tests.training.example import (  # noqa: E402
+    PowerCutError,
+    latest,
+    load_example,
+    wait_for_last_saves,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The `srun` command is available:UserWarning"),
@@ -96,6 +102,80 @@ def test_averages_that_take_the_place_of_the_weights_at_the_end_are_not_saved(
     if is_first:
         remesh.load({"model": model}, tmp_path / saved[0])
         torch.testing.assert_close(list(model.parameters()), trained, rtol=0, atol=0)
+
+
+class Noisy(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples that are made with random numbers."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((8,), index / 16) + torch.randn(8)
+
+
+class Everything(pl.LightningModule):  # type: ignore[name-defined, misc]
+    """Changes weights and learning rate wherever Lightning lets it; validation draws numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 1), torch.nn.Dropout(0.2))
+
+    def training_step(self, batch: torch.Tensor, _batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, _batch_idx: int) -> None:
+        self.log("val_step", self.layers(batch).mean() * 0 + self.global_step)
+
+    def on_train_epoch_end(self) -> None:
+        torch.nn.init.normal_(next(self.layers.parameters()))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        rate = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0)
+        schedule = {"scheduler": rate, "monitor": "loss", "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+@pytest.mark.parametrize("cut_at", [1, 2, 4, 6])
+def test_a_step_is_saved_when_all_of_it_is_complete(
+    tmp_path: Path, cut_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for_last_saves(monkeypatch)
+
+    class PowerCut(pl.Callback):  # type: ignore[name-defined, misc]
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == cut_at and trainer.default_root_dir == "cut":
+                raise PowerCutError
+
+    def train(root: Path, name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        module, data = Everything(), Noisy()
+        sampler = ResumableSampler(data, rank=0, world_size=1)
+        loader = EpochLoader(data, ResumableBatchSampler(sampler, 4))
+        trainer = pl.Trainer(
+            max_epochs=3,
+            val_check_interval=2,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            use_distributed_sampler=False,
+            default_root_dir=name,
+            callbacks=[RemeshCallback(root, loader, every=1), PowerCut()],
+        )
+        with contextlib.suppress(PowerCutError):
+            trainer.fit(module, loader, torch.utils.data.DataLoader(Noisy()))
+        return trainer.optimizers[0].state_dict(), module.state_dict()
+
+    expected = train(tmp_path / "whole", "whole")
+    train(tmp_path / "run", "cut")
+    metrics = latest(tmp_path / "run").metrics
+    assert metrics.get("val_step", 0) == cut_at // 2 * 2, "validation follows every second step"
+    torch.testing.assert_close(train(tmp_path / "run", "again"), expected, rtol=0, atol=0)
 
 
 class Averaged:

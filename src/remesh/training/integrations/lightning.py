@@ -7,23 +7,35 @@ data, and random numbers. It hooks in where Lightning has built all and not begu
 `EpochLoader` is how the data position gets along with Lightning, which counts the batches of an
 epoch and ends it when it has seen as many as the loader promised. This loader promises a whole
 epoch and hands out what is left of it; the callback sets the count to match.
+
+A step is saved when the next batch is about to be fetched: validation, schedulers that look at
+metrics and hooks at the end of an epoch come after the end of the batch that Lightning tells of.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
+from remesh.training.fingerprints import Fingerprint, Fingerprints
 from remesh.training.manager import Manager
 from remesh.training.resuming import Resumed
 from remesh.training.rng import rewind_of_streams
 from remesh.training.sampling import ResumableBatchSampler
 
 __all__ = ["EpochLoader", "RemeshCallback"]
+
+_LOGGER = logging.getLogger("remesh")
+
+
+def _nothing() -> None:
+    """Before a batch, if there is no callback."""
 
 
 class EpochLoader(DataLoader[Any]):
@@ -42,6 +54,17 @@ class EpochLoader(DataLoader[Any]):
     def __init__(self, dataset: Any, batches: ResumableBatchSampler, **options: Any) -> None:
         super().__init__(dataset, batch_sampler=batches, **options)
         self.batches = batches
+        self.before_batch: Callable[[], None] = _nothing  # called before each is fetched
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """The batches that are left of this epoch."""
+        # To begin draws a random number. In the middle of an epoch the run had done so before.
+        is_middle = self.batches.sampler.position > 0
+        iterator = super().__iter__() if is_middle else None
+        self.before_batch()
+        for batch in super().__iter__() if iterator is None else iterator:
+            yield batch
+            self.before_batch()
 
     @property
     def num_done(self) -> int:
@@ -84,60 +107,74 @@ class RemeshCallback(Callback):
         self._options = options
         self._rewind: Callable[[], None] | None = None  # puts the random numbers back, once
         self._offered = 0
+        self._loops = ""  # the progress at the end of a step that is to be offered
+        self._weights: Fingerprint | None = None  # when the last epoch ended
         self.manager: Manager | None = None
         self.resumed: Resumed | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the manager, and fill everything from the newest checkpoint. Collective."""
         self.manager = Manager(self._root, **self._options)
-        state = self._state(trainer, pl_module)
+        self._loader.before_batch = partial(self._begin_batch, trainer, pl_module)
+        state = self._state(trainer, pl_module, "")
         self.resumed = self.manager.resume(state)
         if self.resumed is None:
             return
+        self._rewind = rewind_of_streams(is_alone=trainer.world_size == 1)
         loops = trainer.fit_loop
         loops.load_state_dict(json.loads(state["loops"]))
         self._offered = trainer.global_step
         batches = self._loader.batches
-        num_done = self._loader.num_done
-        if len(batches) > 0:
-            self._rewind = rewind_of_streams(is_alone=trainer.world_size == 1)
-        else:
-            # Lightning begins to iterate over the next epoch before it names it.
-            num_done = len(self._loader)
+        if len(batches) == 0:  # the training had ended
             batches.set_epoch(batches.sampler.epoch + 1)
+        # At the beginning of an epoch Lightning is to end the one before.
+        num_done = self._loader.num_done or len(self._loader)
         # What Lightning's own checkpoints say at this point: the last batch is not quite completed.
         counts = dict.fromkeys(("ready", "started", "processed"), num_done)
         progress = loops.epoch_loop.batch_progress.current
         progress.load_state_dict({**counts, "completed": num_done - 1})
 
-    def on_train_batch_start(
-        self, _trainer: Trainer, _pl_module: LightningModule, _batch: Any, _batch_idx: int
-    ) -> None:
-        """Put the random numbers back: beginning to iterate has drawn some, as before the save."""
-        if self._rewind is not None:
-            self._rewind()
-
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        _outputs: Any,
-        _batch: Any,
-        _batch_idx: int,
-    ) -> None:
-        """Save if a policy says so, and stop if it says that. Collective."""
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Note that a step is done, unless gradients are being accumulated."""
         assert self.manager is not None
         self._loader.batches.advance()
-        if trainer.global_step == self._offered:
-            return  # gradients are being accumulated
-        self._offered = trainer.global_step
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self.manager.step(trainer.global_step, self._state(trainer, pl_module), metrics=metrics)
-        if self.manager.should_stop:
-            trainer.should_stop = True
+        if trainer.global_step != self._offered:
+            progress = trainer.fit_loop.state_dict()
+            del progress["state_dict"]  # that of the loader
+            self._loops = json.dumps(progress)
+            if self._options.get("job") is not None:
+                # Memory has the step, also if a process dies before all of it is complete.
+                state = self._state(trainer, pl_module, self._loops)
+                self.manager._mark(trainer.global_step, state, None)  # noqa: SLF001 - of this room
+
+    def _begin_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the random numbers back after a resume, or save the step before. Collective."""
+        if self._rewind is not None:
+            self._rewind()
+        if self._loops and self.manager is not None:
+            self._offered, loops, self._loops = trainer.global_step, self._loops, ""
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            state = self._state(trainer, pl_module, loops)
+            self.manager.step(self._offered, state, metrics=metrics)
+            if self.manager.should_stop:
+                trainer.should_stop = True
+
+    def on_train_epoch_end(self, _trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the weights, of which the training may end."""
+        self._weights = Fingerprints().take(pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End here, before later callbacks replace the weights by averages. Collective."""
+        changed = self._weights is not None and self._weights.changed(pl_module)
+        if self._loops and changed:
+            self._loops = ""
+            _LOGGER.warning(
+                "step %d is not saved at the end: %s has changed since\nPut RemeshCallback before "
+                "callbacks that replace the weights when the training ends",
+                trainer.global_step,
+                changed,
+            )
+        self._begin_batch(trainer, pl_module)
         self.on_fit_end(trainer, pl_module)
 
     def on_fit_end(self, _trainer: Trainer, _pl_module: LightningModule) -> None:
@@ -154,18 +191,13 @@ class RemeshCallback(Callback):
         if manager is not None:
             manager.__exit__(type(exception), exception, None)
 
-    def _state(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+    def _state(self, trainer: Trainer, pl_module: LightningModule, loops: str) -> dict[str, Any]:
         """The run as a state of remesh."""
-        progress = {
-            name: value
-            for name, value in trainer.fit_loop.state_dict().items()
-            if name != "state_dict"  # that of the loader
-        }
         state = {
             "model": pl_module,
             "optimizers": list(trainer.optimizers),
             "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
-            "loops": json.dumps(progress),
+            "loops": loops,
             "data": self._loader.batches,
         }
         if trainer.precision_plugin.state_dict():
