@@ -178,7 +178,7 @@ print([os.wait()[1] for _ in "12"])
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_a_saver_in_forked_processes(writer: str, tmp_path: Path) -> None:
     """They have neither the threads of their parent nor the save that it began."""
-    command = [sys.executable, "-c", FORKING, writer, tmp_path]
+    command = [sys.executable, "-c", FORKING, writer, str(tmp_path)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=120)
     assert done.stdout == "[0, 0]\n"
     for number in range(3):
