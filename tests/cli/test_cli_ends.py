@@ -146,6 +146,12 @@ def test_a_fault_of_remesh_has_a_code_of_its_own(
     assert "report it" in last
 
 
+def test_a_port_that_there_is_not() -> None:
+    done = remesh_process("master", "--port", 99999)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "error: cannot listen on 127.0.0.1:99999: " in done.stderr
+
+
 @pytest.mark.parametrize("target", ["directory", "record", "data"])
 def test_no_permission(run: Run, target: str) -> None:
     run("--help")  # Modules are loaded while they can be.

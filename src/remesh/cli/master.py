@@ -124,7 +124,7 @@ def master(
             asyncio.run(_serve(policy, options, state, on_excluded, end_with_job=end_with_job))
     except StorageError:
         raise
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # there are no more ports than 65535
         raise StorageError(
             f"cannot listen on {options.host}:{options.port}: {error}\n"
             "If another master has this port, give --port a free one; 0 takes any"
