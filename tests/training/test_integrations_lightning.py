@@ -60,6 +60,15 @@ def test_an_epoch_has_the_same_length_wherever_it_begins(
     assert len(list(loader)) == length - num_done
 
 
+def test_workers_that_persist_have_begun_before_random_numbers_are_put_back() -> None:
+    """Later epochs of the run that was saved began none."""
+    batches = ResumableBatchSampler(ResumableSampler(4, rank=0, world_size=1), 4)
+    loader = EpochLoader(range(4), batches, num_workers=1, persistent_workers=True)
+    loader.before_batch = lambda: torch.manual_seed(3)
+    next(iter(loader))
+    assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(3))
+
+
 def test_a_callback_can_be_sent_to_processes_that_are_spawned() -> None:
     loader = EpochLoader(
         range(4), ResumableBatchSampler(ResumableSampler(4, rank=0, world_size=1), 2)

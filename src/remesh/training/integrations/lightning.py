@@ -54,13 +54,14 @@ class EpochLoader(DataLoader[Any]):
     def __init__(self, dataset: Any, batches: ResumableBatchSampler, **options: Any) -> None:
         super().__init__(dataset, batch_sampler=batches, **options)
         self.batches = batches
-        self.before_batch: Callable[[], None] = _nothing  # called before each is fetched
+        self.before_batch: Callable[[], object] = _nothing  # called before each is fetched
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The batches that are left of this epoch."""
-        # To begin draws a random number. In the middle of an epoch the run had done so before.
-        is_middle = self.batches.sampler.position > 0
-        iterator = super().__iter__() if is_middle else None
+        # To begin draws a random number. In the middle of an epoch, and later with workers that
+        # persist, the run that was saved had done so before.
+        had_begun = self.batches.sampler.position > 0 or self.persistent_workers
+        iterator = super().__iter__() if had_begun else None
         self.before_batch()
         for batch in super().__iter__() if iterator is None else iterator:
             yield batch
