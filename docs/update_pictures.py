@@ -30,6 +30,7 @@ from remesh.demo import picture
 from remesh.elastic.failures import ProcessFailure
 from remesh.elastic.job import Event, JobState, NodeLost, Policy, Tick, apply, content_of
 from remesh.elastic.liveness import Liveness
+from remesh.elastic.nodes import Outcome, Settings
 from remesh.elastic.protocol import (
     Drain,
     Join,
@@ -40,7 +41,6 @@ from remesh.elastic.protocol import (
     Sender,
     TestResult,
 )
-from remesh.elastic.rendezvous import Outcome, Settings
 from remesh.elastic.status import status_of
 from remesh.events import Timeline
 from remesh.exchange import ThreadExchange
