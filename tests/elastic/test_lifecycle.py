@@ -40,7 +40,9 @@ ABLE = {0: Report(number=4), 1: Report(number=4)}
 
 
 def test_ranks_wait_without_a_save_only_if_all_can_go_on() -> None:
-    grows = replace(HEALTHY, content=world(1, save=True, grow=True))
+    early = replace(HEALTHY, content=world(1, save=True, grow=True))
+    assert step(TRAINS, early, 0.0) == (TRAINS, []), "none has said yet whether it can"
+    grows = replace(early, progress=at_step(None, False, False))
     cases: list[tuple[dict[int, Report], Request]] = [
         (ABLE, "hold"),
         ({0: ABLE[0]}, "save-and-hold"),

@@ -255,7 +255,10 @@ def _train(state: State, seen: Seen, now: float) -> Next:
         wanted: Request | None = None
         if isinstance(content, Assignment) and content.save:
             all_go_on = len(seen.reports) == state.limits.num_processes
-            wanted = "hold" if content.grow and all_go_on else "save-and-hold"
+            if content.grow and all_go_on:
+                wanted = "hold"
+            elif seen.progress or not content.grow:  # before a step, they may still say so
+                wanted = "save-and-hold"
         state = _hold(state, wanted, now, actions)
     hangs = isinstance(content, JobEnded | Stop) and content.hangs
     if hangs:
