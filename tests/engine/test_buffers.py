@@ -109,10 +109,14 @@ def test_a_push_gives_each_rank_its_own_again_and_again() -> None:
     run_ranks(3, run)
 
 
-def test_a_load_that_renames_gives_each_rank_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [{"model.": "net."}, [f"model.{name} -> net.{name}" for name in model_of(0).state_dict()]],
+)
+def test_a_load_that_renames_gives_each_rank_its_own(names: Any, tmp_path: Path) -> None:
     def run(exchange: Exchange) -> tuple[float, float, int]:
         target = model_of(100)
-        remesh.load({"net": target}, tmp_path, transform={"model.": "net."}, group=exchange)
+        remesh.load({"net": target}, tmp_path, transform=names, group=exchange)
         return statistics_of(target)
 
     run_ranks(3, save, tmp_path, "save", "per_rank")

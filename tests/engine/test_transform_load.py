@@ -329,3 +329,8 @@ def test_a_tied_weight_is_made_of_the_same_elements_under_each_name(
         remesh.load(tied, tmp_path, transform=program)
     remesh.load(tied, tmp_path, transform="v -> x, y, untie")
     assert torch.equal(tied["x"], remesh.Checkpoint(tmp_path)["v"])
+    remesh.save(tied, tmp_path / "tied")
+    target = nn.ParameterDict({"x": torch.zeros(2, 2)})
+    target["y"] = target["x"]
+    remesh.load({"net": target}, tmp_path / "tied", transform={"x": "net.x", "y": "net.y"})
+    assert torch.equal(target["x"], tied["x"])

@@ -187,8 +187,16 @@ def test_the_state_of_a_tied_weight_follows_its_second_name(native: Path, tmp_pa
     assert found.lists == {"optimizer.param_groups.0.params": ["out", "0.bias", "1.bias"]}
 
 
+def test_a_tied_weight_stays_in_its_group_once(native: Path, tmp_path: Path) -> None:
+    convert(native, tmp_path / "new", format="remesh", transform="model.0.bias -> model.b")
+    found = remesh.Checkpoint(tmp_path / "new")
+    assert found.lists == {"optimizer.param_groups.0.params": ["0.weight", "b", "1.bias"]}
+
+
 def test_only_some_names_are_converted(native: Path, tmp_path: Path) -> None:
-    convert(native, tmp_path / "part", format="remesh", only=["model.1.*", "step"])
+    with pytest.raises(StateError, match=r"is tied to model\.0\.weight, which"):
+        convert(native, tmp_path / "alone", format="remesh", only="model.1.weight")
+    convert(native, tmp_path / "part", format="remesh", only=["model.1.b*", "step"])
     assert set(remesh.Checkpoint(tmp_path / "part")) == {"model.1.bias", "step"}
     with pytest.raises(StateError, match=r"no stored name fits 'net\.\*'"):
         convert(native, tmp_path / "none", format="remesh", only="net.*")

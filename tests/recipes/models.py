@@ -33,7 +33,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**COMMON, **MOE, "num_experts": 4, "head_dim": 6, "norm_topk_prob": True},
     ),
-    "Qwen2": ("qwen2", COMMON),
+    # Its configuration may say so, though its models have the same biases either way.
+    "Qwen2": ("qwen2", {**COMMON, "attention_bias": True}),
     "DeepSeek-V3": (
         "deepseek_v3",
         {

@@ -180,8 +180,14 @@ def test_a_checkpoint_that_was_moved_away_is_found_by_its_link(tmp_path: Path) -
     path.symlink_to(tmp_path / "step_1")
     here = save(tmp_path / "root", "step_2")
     (tmp_path / "root" / "best_3").symlink_to(here)
-    found = catalog.list_checkpoints(open_storage(tmp_path / "root"))
+    (tmp_path / "root" / "latest").symlink_to(tmp_path / "step_1")
+    storage = open_storage(tmp_path / "root")
+    found = catalog.list_checkpoints(storage)
     assert [(info.name, info.is_pinned) for info in found] == [("step_1", True), ("step_2", False)]
+    (tmp_path / "step_1" / "remesh.json").rename(tmp_path / "record")  # its owner removes it
+    (tmp_path / "step_1" / "removing.json").write_text('{"folders": []}')
+    assert catalog.finish_removals(storage) == []
+    assert (tmp_path / "step_1" / "removing.json").exists()
 
 
 def test_closed_directories_are_not_looked_into() -> None:

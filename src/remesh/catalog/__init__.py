@@ -235,16 +235,18 @@ def _files_of_steps(storage: Storage) -> dict[str, set[str]]:
 
     Others are not looked into: they may be large, or closed to this user.
     """
-    names = [name for name in _names_below(storage) if number_in(name) is not None]
+    names = _names_below(storage, with_number=True)
     found = ask_together(storage, [partial(storage.list_directory, name) for name in names])
     return {name: set(here.files) for name, here in zip(names, found, strict=True)}
 
 
-def _names_below(storage: Storage) -> Sequence[str]:
+def _names_below(storage: Storage, *, with_number: bool = False) -> Sequence[str]:
     """Names of directories below a root; of several for one place that which is not a link."""
     found = storage.list_directory().directories
     # File systems have `lost+found`, which is closed to users.
     names = [name for name in found if not name.startswith(".") and name != "lost+found"]
+    if with_number:
+        names = [name for name in names if number_in(name) is not None]
     if not is_local(storage):
         return names
     # Links come first, so that the directory's own name replaces them.
@@ -521,7 +523,8 @@ def finish_removals(storage: Storage) -> list[str]:
     """Finish what died while it removed checkpoints; returns the names of what is gone."""
     finished = []
     for name, files in _files_of_steps(storage).items():
-        if _REMOVING not in files:
+        # What lies elsewhere is not removed through a link.
+        if _REMOVING not in files or (is_local(storage) and islink(f"{storage.url}/{name}")):
             continue
         if native.RECORD_NAME in files:
             storage.delete(f"{name}/{_REMOVING}")

@@ -232,6 +232,12 @@ def _chosen(contents: Contents, only: str | Sequence[str]) -> Contents:
         if not found:
             raise StateError(f"no stored name fits {pattern!r}; remesh ls lists the names")
         chosen.update(found)
+    for name in sorted(chosen & index.aliases.keys()):
+        if index.aliases[name] not in chosen:
+            raise StateError(
+                f"{name}: is tied to {index.aliases[name]}, which is not chosen\n"
+                "Choose both names, or the other one"
+            )
     sequences = whole_sequences(
         {tuple(path): kind for path, kind in document.sequences},
         [document.path_of(name) for name in chosen],

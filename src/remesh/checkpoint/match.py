@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from remesh.checkpoint import mismatch
+from remesh.checkpoint.buffers import name_on_rank
 from remesh.checkpoint.local import casting_memory_of, memory_of, with_all_names
 from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.stored import StoredState
@@ -399,7 +400,7 @@ class _Matching:
             found.conflicts.extend(problems)
         elif not made:
             found.missing.append(entry.name)
-        elif len({tuple(resolved.regions(name, box) for box in boxes) for name in made}) > 1:
+        elif len({tuple(self.made_of(resolved, name, box) for box in boxes) for name in made}) > 1:
             found.conflicts.append(
                 f"{' and '.join(made)} are tied in the state, but made of different elements"
             )
@@ -410,10 +411,25 @@ class _Matching:
             return made[0]
         return None
 
+    def made_of(self, resolved: Resolved, name: str, box: Box) -> tuple[Region, ...]:
+        """What a box of a tensor is made of; of a tied weight under the name that has it."""
+        aliases = self.index.aliases
+        regions = resolved.regions(name, box)
+        return tuple(
+            dataclasses.replace(one, source=aliases.get(one.source, one.source)) for one in regions
+        )
+
+    def own_buffer(self, region: Region, rank: int) -> Region:
+        """The same region of a rank's own buffer, if that is stored for each rank."""
+        own = name_on_rank(region.source, rank)
+        return dataclasses.replace(region, source=own) if own in self.index else region
+
     def want_made(self, resolved: Resolved, entry: TensorEntry, name: str) -> None:
         """Want this rank's part of a tensor that is made of stored ones."""
         for part in entry.parts:
             regions = resolved.regions(name, part.box)
+            if entry.is_buffer and self.stored.rank is not None:
+                regions = tuple(self.own_buffer(one, self.stored.rank) for one in regions)
             if regions:
                 memory = memory_of(part.data, entry.name, writable=True)
                 self.filling.add_regions(regions, Destination(part.box.offset, memory))

@@ -268,9 +268,21 @@ def renamed_lists(
         candidates = {owner for before, owner in own.items() if before.startswith(root)}
         owner = candidates.pop() if len(candidates) == 1 else _owner_of(name, shorts, index)
         members = {short: index.aliases.get(owner + short, owner + short) for short in shorts}
+        root += "state."
+        has_state = {
+            target.removeprefix(root).rpartition(".")[0]
+            for target in resolved.targets
+            if target.startswith(root)
+        }
         new: dict[str, None] = {}
         for short, source in members.items():
-            for target in made.get(source, ()):
+            targets = made.get(source, [])
+            tied = [target for target in targets if resolved.is_whole(target)]
+            first = min(tied, key=lambda one: one in index.aliases, default="")
+            for target in targets:
+                is_tied = target in tied and target != first
+                if is_tied and short_name(owner, short, target) not in has_state:
+                    continue  # the optimizer knows a tied weight by one name
                 others = sources[target].difference(members.values())
                 if others:
                     raise StateError(

@@ -28,7 +28,7 @@ from remesh.core.values import encode_read, unread
 from remesh.events import progress
 from remesh.formats import native
 from remesh.storage import shown_url
-from remesh.transform import Region, Resolved, Transform, arranged
+from remesh.transform import Region, Resolved, Transform, arranged, infos_of
 
 _Array = summary.Array
 
@@ -87,7 +87,11 @@ def compare(
     """Compare two checkpoints, of any formats; without a tolerance no values of tensors."""
     resolved = None
     if transform is not None:
-        resolved = transform.resolve(first.index, second.index, aliases=first.index.aliases)
+        known, wanted = (
+            {**infos_of(one.index), **dict.fromkeys([*one.values, *one.lists, *one.objects])}
+            for one in (first, second)
+        )
+        resolved = transform.resolve(known, wanted, aliases=first.index.aliases)
     only_first, only_second, both = _names_of(first.index, second.index, resolved)
     pairs = [
         name
@@ -119,7 +123,8 @@ def _names_of(
         both = tuple(name for name in second if name in first)
         return tuple(sorted({*first} - {*second})), tuple(sorted({*second} - {*first})), both
     made = tuple(name for name in second if resolved.sources_of(name))
-    return resolved.unused, tuple(sorted({*second} - {*made})), made
+    unused = tuple(name for name in resolved.unused if name in first)
+    return unused, tuple(sorted({*second} - {*made})), made
 
 
 def _compare_values(

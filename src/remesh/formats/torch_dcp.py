@@ -447,6 +447,8 @@ class _Reader:
             if isinstance(value, list) and len(value) == 1:  # as every object of Megatron's
                 value = value[0]
             if name == COMMON_KEY:
+                if not isinstance(value, dict):
+                    raise damaged(where, "no dict, as Megatron's common state is")
                 self.builder.add_tree((), value, archive)
             else:
                 self.builder.add_object(key, shape, offset, value)

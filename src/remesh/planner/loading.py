@@ -216,12 +216,12 @@ class LoadPlan:
 
     @property
     def run_start(self) -> IntArray:
-        """First byte of each run, at a digest block's beginning."""
+        """First byte of each run, at the beginning of a digest block or a page."""
         return self.runs.run_start[self.run]
 
     @property
     def run_stop(self) -> IntArray:
-        """One past the last byte of each run, at a digest block's or the file's end."""
+        """One past the last byte of each run, at the end of one or of the file."""
         return self.runs.run_stop[self.run]
 
     @property

@@ -186,7 +186,7 @@ def _layer(model: _Model, layer: int, layers: Layers, engine: Engine) -> list[_P
     ]
     if kind == "qwen2" or config.get("attention_bias"):
         parts.append(([f"self_attn.{x}_proj.bias" for x in "qkv"], f"{qkv}.bias", fused))
-    if config.get("attention_bias"):
+    if config.get("attention_bias") and kind != "qwen2":
         parts.append((["self_attn.o_proj.bias"], "self_attention.linear_proj.bias", ""))
     if kind.startswith("qwen3"):
         parts += [

@@ -111,7 +111,8 @@ def save(  # noqa: PLR0917 - the order is Megatron's
     exchange = exchange_of(None)
     if content_metadata is not None:
         sharded_state_dict[CONTENT_METADATA_KEY] = content_metadata
-    comparable, has_file = preprocess_common_before_consistancy_check, not is_native
+    comparable = preprocess_common_before_consistancy_check if validate_access_integrity else None
+    has_file = not is_native
     sharded_part, common_part, compared, common_file = on_all_ranks(
         lambda: _split(sharded_state_dict, comparable, has_file and exchange.rank == 0)
     )
@@ -279,7 +280,7 @@ def _without_empty_ranges(sharded_state_dict: Any) -> Any:
 
 
 def load_common_state_dict(checkpoint_dir: Any) -> StateDict:
-    """The common state of a checkpoint, without its tensors. Not collective."""
+    """The common state of a checkpoint. Not collective."""
     verify_checkpoint_and_load_strategy(checkpoint_dir)
     return load_common(checkpoint_dir)  # type: ignore[no-any-return]
 
