@@ -54,6 +54,19 @@ class Counting(torch.nn.Module):
         self.calls = state
 
 
+class Meter:
+    """An object whose state has a tensor."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total = state["total"]
+
+
 class World:
     """What a rank trains in one world: a whole model and a tensor that is cut among the ranks."""
 
@@ -85,6 +98,8 @@ class World:
             "teacher": NamedModule(self.teacher, {"": "frozen"}),
             "lock": LocalNonpersistentObject(threading.Lock()),
             "scheduler": self.scheduler,
+            "noise": torch.Generator(),
+            "meter": Meter(),
             "batches": self.batches,
             "seen": [0],
             "step": 0,
@@ -102,6 +117,7 @@ class World:
     def forward(self) -> torch.Tensor:
         """The forward pass of a step, the same on all ranks. It changes the buffers."""
         next(iter(self.batches))
+        self.state["meter"].total += torch.rand(1, generator=self.state["noise"])
         result: torch.Tensor = self.model(torch.eye(4)[:3] + self.state["step"])
         return result.sum()
 
@@ -128,6 +144,8 @@ class World:
             "schedule": self.scheduler.last_epoch,
             "position": self.batches.sampler.position,
             "seen": list(self.state["seen"]),
+            "noise": self.state["noise"].get_state(),
+            "total": self.state["meter"].total.clone(),
             "step": self.state["step"],
         }
 

@@ -362,12 +362,12 @@ class Keeper:
                 return lambda: array
             case torch.Generator():
                 drawn = node.get_state()
-                return lambda: drawn
+                self._restore.append(lambda: node.set_state(drawn))
             case _ if (inner := described(node)) is not node:
                 self.keep(inner, name)
             case _ if hasattr(node, "state_dict") and hasattr(node, "load_state_dict"):
                 kept = _copied(node.state_dict(), name, node)
-                return lambda: kept
+                self._restore.append(lambda: node.load_state_dict(copy.deepcopy(kept)))
             case _:
                 value = copy.deepcopy(node)
                 return lambda: value
@@ -427,12 +427,13 @@ class Keeper:
 def _copied(taken: Any, name: str, owner: object) -> Any:
     """A copy of what an object gives of itself, without what autograd knows of it."""
     held = [*_arrays_of(taken)]
-    if sum(one.nbytes for one in held) > MAX_COPY:
+    tensors = [one for one in held if isinstance(one, torch.Tensor)]
+    arrays = [one for one in held if isinstance(one, np.ndarray)]
+    if sum(map(num_bytes, tensors)) + sum(one.nbytes for one in arrays) > MAX_COPY:
         raise NotWatchedError(
             f"{name} ({type(owner).__name__}) has more than {MAX_COPY >> 20} MiB that may "
             "change unseen\nGive it to the state as tensors of torch, or as a module"
         )
-    tensors = (one for one in held if isinstance(one, torch.Tensor))
     return copy.deepcopy(taken, {id(one): one.detach().clone() for one in tensors})
 
 
