@@ -392,7 +392,7 @@ class Nodes:
         self.now += self.settings.last_call
         self.send(Tick(), "")
         while self.job.check is not None:
-            for node in self.job.rendezvous.world:
+            for node in self.job.world:
                 sender = self.who(node.id)
                 reply = content_of(self.job, sender)
                 if isinstance(reply, NodeTest):
@@ -407,7 +407,7 @@ class Nodes:
                     self.send(report, "its test fails")
             self.now += 1
             self.send(Tick(), "its test fails")
-        self.rounds |= {node.id: self.job.rendezvous.round for node in self.job.rendezvous.world}
+        self.rounds |= {node.id: self.job.round for node in self.job.world}
 
 
 def node_changes() -> dict[tuple[str, str], str]:

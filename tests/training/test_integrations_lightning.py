@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 import remesh
 from remesh.elastic.training_job import TrainingJob
 from remesh.exchange import Alone
-from remesh.training import ResumableBatchSampler, ResumableSampler
+from remesh.training import EverySteps, OnSignals, ResumableBatchSampler, ResumableSampler
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -77,6 +78,46 @@ def test_a_callback_can_be_sent_to_processes_that_are_spawned() -> None:
     assert callback.manager is None
 
 
+def fit(loader: EpochLoader, model: Any, callbacks: list[Any]) -> None:
+    """Train an epoch."""
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        callbacks=callbacks,
+    )
+    trainer.fit(model, loader)
+
+
+def test_a_signal_is_answered_by_a_save_and_goes_to_others_when_the_training_has_ended(
+    tmp_path: Path,
+) -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(16, 8))
+    loader = EpochLoader(data, ResumableBatchSampler(ResumableSampler(data), 4))
+
+    class Preempt(pl.Callback):  # type: ignore[name-defined, misc]
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    heard: list[int] = []
+    former = signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))
+    try:
+        callback = RemeshCallback(tmp_path, loader, every=[EverySteps(100), OnSignals()])
+        fit(loader, load_example("lightning_callback").Regression(), [callback, Preempt()])
+        assert "step_00000002" in [place.name for place in tmp_path.iterdir()]
+        assert loader.before_batch() is None
+        assert not heard
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_averages_that_take_the_place_of_the_weights_at_the_end_are_not_saved(
     tmp_path: Path, is_first: bool, caplog: pytest.LogCaptureFixture
@@ -94,17 +135,7 @@ def test_averages_that_take_the_place_of_the_weights_at_the_end_are_not_saved(
         RemeshCallback(tmp_path, loader, every=100),
         pl.callbacks.WeightAveraging(),
     ]
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        use_distributed_sampler=False,
-        callbacks=[Look(), *(callbacks if is_first else callbacks[::-1])],
-    )
-    trainer.fit(model, loader)
+    fit(loader, model, [Look(), *(callbacks if is_first else callbacks[::-1])])
     saved = [place.name for place in tmp_path.iterdir()]
     assert saved == (["step_00000004"] if is_first else [])
     assert ("step 4 is not saved at the end" in caplog.text) == (not is_first)

@@ -355,6 +355,14 @@ def test_a_loop_does_not_go_on_where_the_position_was_set(fetched: int) -> None:
     assert len(list(batches)) == 2
 
 
+def test_looking_ahead_does_not_end_a_loop() -> None:
+    (batches,) = samplers(10, 1, 5)
+    loop = iter(batches)
+    first = next(loop)
+    assert next(iter(batches)) == first
+    assert len([*loop]) == 1
+
+
 def test_a_finished_epoch_is_not_begun_again_silently() -> None:
     (batches,) = samplers(10, 1, 5)
     for _ in batches:

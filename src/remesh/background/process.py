@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 
 from remesh.background.status_files import StatusFiles
 from remesh.background.writer import SaveWriter, Trainer, WriteTask
-from remesh.errors import ExchangeError
+from remesh.errors import ExchangeError, StorageError
 from remesh.exchange import decode_failure, encode_failure
 from remesh.formats.writer import Part
 from remesh.pipeline.arena import SharedChunks
@@ -250,7 +250,10 @@ class RemoteWriter:
         """
         self.stop_staging()
         status = StatusFiles(self._storage, self.task)
-        if status.is_committed():
+        is_committed = False
+        with suppress(StorageError):  # it may fail, too; the save has an end all the same
+            is_committed = status.is_committed()
+        if is_committed:
             self.end(None, ())
         else:  # files stay where they are, as after any death
             self.end(status.report(error or self._process.death(self.task)), ())

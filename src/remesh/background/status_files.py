@@ -173,7 +173,7 @@ class StatusFiles:
             if self._has_record:
                 return read_record(self._storage).save_id == self._me.save_id
             return self._storage.exists(self._path("committed", 0))
-        except (CheckpointError, StorageError):
+        except CheckpointError:
             return False
 
     # -----------------------------------------------------------------------------------------

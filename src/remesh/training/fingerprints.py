@@ -130,7 +130,18 @@ class Fingerprint:
 
     def digest(self) -> str:
         """A text that changes when any of this changes but the addresses."""
-        facts = repr(([place[1:] for place in self.places], self.versions)).encode()
+        sampled = {
+            number
+            for numbers, steps in self.kinds
+            for number, step in zip(numbers, steps, strict=True)
+            if step is not None
+        }
+        # One that was never written may be made anew, with other values, each time it is asked for.
+        places = [
+            place if number in sampled and not version else place[1:]
+            for number, (place, version) in enumerate(zip(self.places, self.versions, strict=True))
+        ]
+        facts = repr((places, self.versions)).encode()
         return hex_digest(facts + b"".join(_host_bytes(one).tobytes() for one in self.samples))
 
     def changed(self, state: Any, but: Collection[int] = ()) -> str:

@@ -119,7 +119,7 @@ class ResumableSampler(Sampler[int]):
     _position: int
     _handed_out: int
     _exhausted_from: int | None
-    _iteration: object  # the one that is under way
+    _iteration: object  # another one each time that the position is set
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class ResumableSampler(Sampler[int]):
         self._begin()
         start, end = self._position, self._end(global_size)
         samples = itertools.islice(self.order.samples(self._epoch, start), end)
-        own = self._iteration = object()
+        own = self._iteration
         while True:
             group = list(itertools.islice(samples, global_size))
             if self._iteration is not own:
@@ -250,7 +250,7 @@ class ResumableSampler(Sampler[int]):
 
     def _go_to(self, epoch: int, position: int) -> None:
         self._epoch, self._position, self._handed_out = epoch, position, position
-        self._exhausted_from = self._iteration = None
+        self._exhausted_from, self._iteration = None, object()
 
     def _end(self, global_size: int) -> int:
         """How many of the remaining samples are handed out in groups of so many."""

@@ -55,7 +55,7 @@ class Watch:
         wanted = [n for policy in every if isinstance(policy, OnSignals) for n in policy.signals]
         if wanted and threading.current_thread() is not threading.main_thread():
             raise ValueError("OnSignals needs the main thread; make the manager there")
-        self._process = os.getpid()
+        self._process, self._is_closed = os.getpid(), False
         self._former: dict[signal.Signals, Any] = {
             number: signal.signal(number, self._notice) for number in wanted
         }
@@ -66,6 +66,11 @@ class Watch:
                 self._end_answering = answer_stack_requests(agent_socket)
             except StorageError as error:
                 self._warn(agent_socket, error)
+
+    def listen(self) -> None:
+        """Take the signals again, where another library has taken them since."""
+        for number in self._former:
+            signal.signal(number, self._notice)
 
     def keep_pace(self, step: int, own_seconds: float | None = None) -> None:
         """Note that a step is done, how long it took, and how much of that was this rank's work."""
@@ -173,14 +178,18 @@ class Watch:
         if self._end_answering is not None:
             self._end_answering()
             self._end_answering = None
-        while self._former:
-            number, handler = self._former.popitem()
-            signal.signal(number, handler)
+        if not self._is_closed:
+            self._is_closed = True
+            for number, handler in self._former.items():
+                signal.signal(number, handler or signal.SIG_DFL)
 
     def _notice(self, number: int, _frame: FrameType | None) -> None:
+        # Another library may put this handler back when it ends. A forked process, such as one of
+        # a pool, ends its own by SIGTERM.
+        is_forked = number == signal.SIGTERM and os.getpid() != self._process
+        if self._is_closed or is_forked:
+            signal.signal(number, self._former[signal.Signals(number)] or signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
         # Only takes note, since it may run between any two lines of the training.
         self._signal = signal.Signals(number).name
-        if number == signal.SIGTERM and os.getpid() != self._process:
-            # A forked process, such as one of a pool, which ends its own by this signal.
-            signal.signal(number, self._former[signal.SIGTERM] or signal.SIG_DFL)
-            signal.raise_signal(number)

@@ -18,6 +18,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -115,6 +116,8 @@ class RemeshCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the manager, and fill everything from the newest checkpoint. Collective."""
+        self._loops, self._weights = "", None
+        self._offered = trainer.global_step
         self.manager = Manager(self._root, **self._options)
         self._loader.before_batch = partial(self._begin_batch, trainer, pl_module)
         state = self._state(trainer, pl_module, "")
@@ -134,6 +137,11 @@ class RemeshCallback(Callback):
         counts = dict.fromkeys(("ready", "started", "processed"), num_done)
         progress = loops.epoch_loop.batch_progress.current
         progress.load_state_dict({**counts, "completed": num_done - 1})
+
+    def on_train_start(self, _trainer: Trainer, _pl_module: LightningModule) -> None:
+        """Take signals from Lightning, which would end the training before the step is saved."""
+        assert self.manager is not None
+        self.manager._watch.listen()  # noqa: SLF001 - of this room
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Note that a step is done, unless gradients are being accumulated."""
@@ -166,21 +174,24 @@ class RemeshCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End here, before later callbacks replace the weights by averages. Collective."""
-        changed = self._weights is not None and self._weights.changed(pl_module)
-        if self._loops and changed:
-            self._loops = ""
-            _LOGGER.warning(
-                "step %d is not saved at the end: %s has changed since\nPut RemeshCallback before "
-                "callbacks that replace the weights when the training ends",
-                trainer.global_step,
-                changed,
-            )
+        earlier = takewhile(lambda one: one is not self, trainer.callbacks)
+        may_change = any(type(one).on_train_end is not Callback.on_train_end for one in earlier)
+        if self._loops and may_change and self._weights is not None:
+            changed = self._weights.changed(pl_module)
+            if trainer.strategy.reduce_boolean_decision(bool(changed), all=False):
+                self._loops = ""
+                _LOGGER.warning(
+                    "step %d is not saved at the end: %s has changed since\nPut RemeshCallback "
+                    "before callbacks that replace the weights when the training ends",
+                    trainer.global_step,
+                    changed or "a weight of another rank",
+                )
         self._begin_batch(trainer, pl_module)
         self.on_fit_end(trainer, pl_module)
 
     def on_fit_end(self, _trainer: Trainer, _pl_module: LightningModule) -> None:
         """Wait for the save in flight. Collective."""
-        manager, self.manager = self.manager, None
+        manager = self._end()
         if manager is not None:
             manager.close()
 
@@ -188,9 +199,15 @@ class RemeshCallback(Callback):
         self, _trainer: Trainer, _pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Give a save in flight a moment, since the training has ended."""
-        manager, self.manager = self.manager, None
+        manager = self._end()
         if manager is not None:
             manager.__exit__(type(exception), exception, None)
+
+    def _end(self) -> Manager | None:
+        """Let go of the trainer; the manager, if there is one."""
+        self._loader.before_batch, self._rewind = _nothing, None
+        manager, self.manager = self.manager, None
+        return manager
 
     def _state(self, trainer: Trainer, pl_module: LightningModule, loops: str) -> dict[str, Any]:
         """The run as a state of remesh."""
