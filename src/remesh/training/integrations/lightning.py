@@ -174,7 +174,8 @@ class RemeshCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End here, before later callbacks replace the weights by averages. Collective."""
-        earlier = takewhile(lambda one: one is not self, trainer.callbacks)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set late
+        earlier = takewhile(lambda one: one is not self, callbacks)
         may_change = any(type(one).on_train_end is not Callback.on_train_end for one in earlier)
         if self._loops and may_change and self._weights is not None:
             changed = self._weights.changed(pl_module)
