@@ -197,9 +197,9 @@ def _differ(exchange: Exchange, folder: Path) -> list[str]:
 def test_common_state_that_differs_is_pointed_out(tmp_path: Path) -> None:
     first, second = run_processes(2, _differ, tmp_path / "checkpoint")
     assert first == []
-    [message] = second
+    message, advice = second
     assert message.startswith("Rank 1 common state dict differs from rank 0 common state dict. ")
-    assert "put what belongs to a rank into a ShardedObject" in message
+    assert "put what belongs to a rank into a ShardedObject" in advice
     assert "('t', 'loss')" in message
     assert "same" not in message
 

@@ -249,14 +249,17 @@ def validate_common_state_dict(common_state_dict: Any) -> None:
     if digests[exchange.rank] != digests[0]:
         logger.warning(
             "Rank %d common state dict differs from rank 0 common state dict. Keys only on rank 0: "
-            "%s, Keys only on %d: %s, Mismatched keys: %s\nThat of rank 0 is stored; put what "
-            "belongs to a rank into a ShardedObject, and take out what may differ by "
-            "preprocess_common_before_consistancy_check",
+            "%s, Keys only on %d: %s, Mismatched keys: %s",
             exchange.rank,
             only_first,
             exchange.rank,
             only_here,
             differing,
+        )
+        # A record of its own: others look for the whole text of Megatron's.
+        logger.warning(
+            "That of rank 0 is stored; put what belongs to a rank into a ShardedObject, and take "
+            "out what may differ by preprocess_common_before_consistancy_check"
         )
 
 
