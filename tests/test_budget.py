@@ -25,7 +25,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "checkpoint": (6118, 4900),
     "cli": (2759, 3700),
     "compat": (4183, 4100),
-    "core": (3853, 5000),
+    "core": (3853, 4990),
     "demo": (1025, 1000),
     "elastic": (7620, 6300),
     "exchange": (1010, 800),
@@ -36,7 +36,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "planner": (1378, 1450),
     "recipes": (496, 400),
     "storage": (2463, 2600),
-    "training": (4592, 4600),
+    "training": (4609, 4610),
     "transform": (4128, 4300),
 }
 

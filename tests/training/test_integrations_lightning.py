@@ -78,19 +78,19 @@ def test_a_callback_can_be_sent_to_processes_that_are_spawned() -> None:
     assert callback.manager is None
 
 
-def fit(loader: EpochLoader, model: Any, callbacks: list[Any]) -> None:
-    """Train an epoch."""
-    trainer = pl.Trainer(
-        max_epochs=1,
+def trainer_with(*callbacks: Any, max_epochs: int = 1, **options: Any) -> Any:
+    """A trainer that prints and stores nothing by itself."""
+    return pl.Trainer(
+        max_epochs=max_epochs,
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
         use_distributed_sampler=False,
-        callbacks=callbacks,
+        callbacks=list(callbacks),
+        **options,
     )
-    trainer.fit(model, loader)
 
 
 def test_a_signal_is_answered_by_a_save_and_goes_to_others_when_the_training_has_ended(
@@ -108,7 +108,8 @@ def test_a_signal_is_answered_by_a_save_and_goes_to_others_when_the_training_has
     former = signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))
     try:
         callback = RemeshCallback(tmp_path, loader, every=[EverySteps(100), OnSignals()])
-        fit(loader, load_example("lightning_callback").Regression(), [callback, Preempt()])
+        model = load_example("lightning_callback").Regression()
+        trainer_with(callback, Preempt()).fit(model, loader)
         assert "step_00000002" in [place.name for place in tmp_path.iterdir()]
         assert loader.before_batch() is None
         assert not heard
@@ -135,7 +136,7 @@ def test_averages_that_take_the_place_of_the_weights_at_the_end_are_not_saved(
         RemeshCallback(tmp_path, loader, every=100),
         pl.callbacks.WeightAveraging(),
     ]
-    fit(loader, model, [Look(), *(callbacks if is_first else callbacks[::-1])])
+    trainer_with(Look(), *(callbacks if is_first else callbacks[::-1])).fit(model, loader)
     saved = [place.name for place in tmp_path.iterdir()]
     assert saved == (["step_00000004"] if is_first else [])
     assert ("step 4 is not saved at the end" in caplog.text) == (not is_first)
@@ -195,18 +196,9 @@ def test_a_step_is_saved_when_all_of_it_is_complete(
         module, data = Everything(), Noisy()
         sampler = ResumableSampler(data, rank=0, world_size=1)
         loader = EpochLoader(data, ResumableBatchSampler(sampler, 4))
-        trainer = pl.Trainer(
-            max_epochs=3,
-            val_check_interval=2,
-            accelerator="cpu",
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            use_distributed_sampler=False,
-            default_root_dir=name,
-            callbacks=[RemeshCallback(root, loader, every=1), PowerCut()],
-        )
+        callback = RemeshCallback(root, loader, every=1)
+        options = {"val_check_interval": 2, "default_root_dir": name}
+        trainer = trainer_with(callback, PowerCut(), max_epochs=3, **options)
         with contextlib.suppress(PowerCutError):
             trainer.fit(module, loader, torch.utils.data.DataLoader(Noisy()))
         return trainer.optimizers[0].state_dict(), module.state_dict()

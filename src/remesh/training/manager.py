@@ -15,6 +15,9 @@ Saves. A save begins when the one before has ended on every rank, so at most one
 host memory is bounded by the arena of `remesh.Saver`. Rank 0 removes what no policy keeps in its
 background, after the new checkpoint is committed; if that fails, it is raised like a failed save.
 
+Resuming. Rank 0 lists and all follow. A damaged checkpoint is passed over, with the reason in log
+and result. A mismatch, a newer format or a failing storage is raised: going back would hide it.
+
 The end. The step of the last call of `step` is saved, unless its state has changed since, which
 fingerprints of its tensors show (`fingerprints`). In one process one manager at a time saves to a
 root: the next one of a root closes one that a cell of a notebook has left open.

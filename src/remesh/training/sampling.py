@@ -100,6 +100,14 @@ class ResumableSampler(Sampler[int]):
     Iterating begins at the position and leaves it where it is; `advance` moves it. Give it to a
     `ResumableBatchSampler`, or to a `DataLoader` as `sampler=`.
 
+    Example:
+        >>> sampler = ResumableSampler(10, shuffle=False, rank=1, world_size=2)
+        >>> list(sampler)
+        [1, 3, 5, 7, 9]
+        >>> sampler.advance(8)
+        >>> list(sampler)
+        [9]
+
     Args:
         samples: The data set, or how many samples it has, or their order.
         seed: Which of the shuffled orders.
@@ -390,6 +398,12 @@ def convert_step(
 
     For scripts that count steps; one that stores a sample position needs none of this. Batch sizes
     may be left out if they did not change.
+
+    Example:
+        >>> convert_step(300, 2, 4)
+        150
+        >>> convert_step(300, 2, 4, old_batch_size=16, new_batch_size=4)
+        600
 
     Args:
         old_step: Finished steps.
