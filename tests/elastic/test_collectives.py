@@ -1,12 +1,10 @@
-"""Which connections are shut down to wake a process from a collective."""
+"""How a process is woken that waits in a collective, or for the store."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import socket
-import threading
-from collections.abc import Iterator
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -19,66 +17,64 @@ from remesh.elastic.collectives import break_collectives, leave_groups
 
 pytestmark = pytest.mark.timeout(300)
 
-EPOLL_CTL_ADD = 1
-
-
-class Event(ctypes.Structure):
-    """`struct epoll_event`, which is packed on x86."""
-
-    _pack_ = 1 if os.uname().machine == "x86_64" else 0
-    _layout_ = "ms" if os.uname().machine == "x86_64" else "gcc-sysv"
-    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
-
 
 @pytest.fixture
-def other_library() -> Iterator[socket.socket]:
-    """A connection for which the event loop of another library keeps a pointer, as gRPC's does."""
-    kept = ctypes.create_string_buffer(64)
-    libc = ctypes.CDLL(None, use_errno=True)
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The backends of two ranks, of which the first belongs to a group of this process."""
+    store = dist.HashStore()  # type: ignore[attr-defined] # not said to be exported
+
+    def make(rank: int) -> Any:
+        return dist.ProcessGroupGloo(store, rank, 2, timedelta(minutes=4))
+
+    with ThreadPoolExecutor() as pool:
+        backends = list(pool.map(make, range(2)))
+    group = dist.ProcessGroup(store, 0, 2)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backends[0])
+    monkeypatch.setitem(dist.distributed_c10d._world.pg_names, group, "of the test")
+    return backends
+
+
+def test_a_collective_raises_on_both_sides(groups: list[Any]) -> None:
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(groups[0].allreduce([torch.ones(1)]).wait)
+        peer = pool.submit(groups[1].recv([torch.ones(1)], 0, 1).wait)
+        break_collectives(0)
+        for one in (waiting, peer):
+            with pytest.raises(RuntimeError, match=r"closure|closed"):
+                one.result(60)
+
+
+def test_a_message_for_a_receive_that_has_failed_keeps_no_collective_waiting(
+    groups: list[Any],
+) -> None:
+    """gloo does not read it, nor what comes after it, which is the end of the connection."""
+    groups[0].recv([torch.ones(1)], 1, 1)  # the work ends here, and its buffer with it
+    sent = groups[1].send([torch.ones(1)], 0, 1)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(groups[0].allreduce([torch.ones(1)]).wait)
+        sent.wait()
+        break_collectives(0)
+        with pytest.raises(RuntimeError, match=r"closure|closed"):
+            waiting.result(60)
+
+
+def test_what_waits_for_the_store_raises_and_other_connections_stay() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)  # type: ignore[attr-defined] # not said to be exported
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         near = stack.enter_context(socket.create_connection(listener.getsockname()))
         far = stack.enter_context(listener.accept()[0])
-        loop = libc.epoll_create1(0)
-        stack.callback(os.close, loop)
-        event = Event(0, ctypes.addressof(kept))
-        assert libc.epoll_ctl(loop, EPOLL_CTL_ADD, near.fileno(), ctypes.byref(event)) == 0
+        pool = stack.enter_context(ThreadPoolExecutor())
+        waiting = pool.submit(store.get, "what nobody sets")
+        while not waiting.running():
+            time.sleep(0.01)
+        break_collectives(store.port)
+        with pytest.raises(RuntimeError):
+            waiting.result(60)
         far.sendall(b"x")
-        yield near
-
-
-def test_a_collective_raises_and_other_connections_stay(other_library: socket.socket) -> None:
-    store = dist.HashStore()  # type: ignore[attr-defined] # not said to be exported
-    inside = threading.Event()
-    groups: list[Any] = []
-    errors: list[BaseException] = []
-
-    def rank_1() -> None:
-        groups.append(dist.ProcessGroupGloo(store, 1, 2, timedelta(minutes=4)))
-
-    def wait() -> None:
-        work = groups[1].allreduce(torch.ones(1))
-        inside.set()
-        try:
-            work.wait()
-        except RuntimeError as error:
-            errors.append(error)
-
-    other = threading.Thread(target=rank_1)
-    other.start()
-    mine = dist.ProcessGroupGloo(store, 0, 2, timedelta(minutes=4))
-    other.join()
-    groups.append(mine)
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    inside.wait()
-    assert break_collectives(0) >= 2  # both ends are in this process
-    waiting.join()
-    assert len(errors) == 1
-    assert other_library.recv(8) == b"x"
-    other_library.setblocking(False)
-    with pytest.raises(BlockingIOError):  # it would be the end of the stream
-        other_library.recv(8)
+        assert near.recv(8) == b"x"
 
 
 def test_a_group_whose_making_was_interrupted_takes_no_number() -> None:

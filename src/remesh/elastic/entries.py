@@ -3,15 +3,15 @@
 Under `remesh run` a thread of the process waits for orders of the agent (`process_socket`). When
 the function has to be left, the thread gets the main thread out of it, wherever that is:
 
-- from a collective: its connections are shut down, so it raises (`collectives`);
+- from a collective, which is made to raise (`collectives`);
 - from Python code, a sleep or another call that signals interrupt: a signal of this module, whose
   handler raises `WorldChangedError`;
 - while tensors are being changed it waits a moment for the next step boundary, where the manager
   raises `WorldChangedError`: then the step is complete.
 
-A function that raises because it has lost a peer is out as well, before any order came. It shuts
-down the connections of its process, so that all other ranks get out too, and waits for the order:
-the agent, or that of another node, will have noticed why. An error of any other kind is the user's
+A function that raises because it has lost a peer is out as well, before any order came. It ends
+the connections of its process, so that all other ranks get out too, and waits for the order: the
+agent, or that of another node, will have noticed why. An error of any other kind is the user's
 and ends the process.
 
 Under other launchers the function is called once.

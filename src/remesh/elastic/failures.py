@@ -89,6 +89,7 @@ class Patterns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         r"NCCL communicator was aborted",
         r"Watchdog caught collective operation timeout",
         r"Timed out waiting .* (recv|send) operation",
+        r"timeout caused pair closure",
         r"DistNetworkError",
         r"\bExchangeError\b",
         r"connectFullMesh",
