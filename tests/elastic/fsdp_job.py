@@ -92,8 +92,8 @@ class Job:
         self.reach(phase)
 
     def divide(self, model: nn.Module) -> nn.Module:
-        if self._way == "ddp":  # each has all of it
-            return DistributedDataParallel(model)
+        if self._way == "ddp":  # each has all of it, and there are several collectives at a time
+            return DistributedDataParallel(model, bucket_cap_mb=1e-4)
         mesh = None
         if self._way == "hsdp":  # between two, and copied to the other pairs
             shape = dist.get_world_size() // 2, 2
