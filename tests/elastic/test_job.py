@@ -34,7 +34,7 @@ from remesh.elastic.liveness import (
     on_stacks,
 )
 from remesh.elastic.nodes import Outcome
-from remesh.elastic.progress import RankProgress
+from remesh.elastic.progress import RankProgress, TrainingProgress
 from remesh.elastic.protocol import (
     Assignment,
     Beat,
@@ -369,6 +369,19 @@ def test_hangs_have_a_budget_of_their_own() -> None:
         job = job.after(hang, at=now)
         assert (job.state.outcome is None) == (number < 3)
         job = job.join(0, 1, at=now)
+
+
+def test_a_round_that_never_makes_a_step_hangs() -> None:
+    job = PlayedJob.running().state
+    known = TrainingProgress(began=0.0, moved=100.0, last_step=9, round_step=9, recent=(1.0,))
+    live = Liveness.after_start(msgspec.structs.replace(job, progress=known), 200.0)
+    live.recorded_at = 11_000.0
+    for node in range(2):
+        on_message(live, "a", 11_000.0)
+        on_beat(live, job, Beat(node_id=node, incarnation="a", round=1, ranks={}), 11_000.0)
+    assert events_of_time(live, job, 11_000.0) == []
+    reason = "no rank has finished a step for 10801 s"
+    assert events_of_time(live, job, 11_001.0) == [HangDetected(1, reason)]
 
 
 def test_only_a_world_that_hangs_is_asked_for_its_stacks() -> None:

@@ -78,6 +78,14 @@ def test_a_limit_that_is_given_holds() -> None:
     assert hang_limit(slow, 0.0, 0) == math.inf
 
 
+def test_the_first_step_of_a_round_has_three_hours_at_least() -> None:
+    new = begin_round(begin(0.0), 5.0)
+    assert [hang_limit(new, given, 0) for given in (None, 30.0)] == [math.inf] * 2
+    trained_before = begin_round(trained(begin(0.0), range(1, 11), 0.0, 1.0), 20.0)
+    limits = [hang_limit(trained_before, given, 1) for given in (None, 30.0, 20_000.0, 0.0)]
+    assert limits == [21_600.0, 21_600.0, 40_000.0, math.inf]
+
+
 def test_repeated_steps_are_no_hang() -> None:
     progress = begin_round(trained(begin(0.0), range(1, 11), 0.0, 1.0), 20.0)
     progress = trained(progress, range(5, 8), 20.0, 40.0)

@@ -246,8 +246,8 @@ def _lost_nodes(live: Liveness, job: JobState, now: float) -> list[Event]:
 
 def _hang_events(live: Liveness, job: JobState, now: float) -> list[Event]:
     limit = progress.hang_limit(live.progress, job.policy.hang_timeout, job.hang_charges)
-    pause = progress.pause_of(live.progress, now)
-    if job.broken is not None or pause is None or pause <= limit:
+    pause = now - live.progress.moved
+    if job.broken is not None or pause <= limit:
         return []
     lagging = progress.lagging_ranks(live.ranks)
     behind = f"; ranks {listed(lagging)} are behind the others" if lagging else ""

@@ -23,6 +23,8 @@ HANG_PAUSES = 3.0
 HANG_SECONDS = 3600.0
 """If no limit was given, a job hangs after so many usual steps, so many times the longest pause so
 far, and so many seconds at least."""
+START_SECONDS = 3 * HANG_SECONDS
+"""The least limit before the first step of a round, for which a state is loaded."""
 
 
 class RankProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -121,15 +123,17 @@ def hang_limit(progress: TrainingProgress, given: float | None, num_hangs: int) 
 
     A given limit of 0 means none; None that it follows from the steps so far. Each restart after a
     hang doubles a limit that follows from the steps: a pause that no earlier one was like, such as
-    a first evaluation, ends before the job does.
+    a first evaluation, ends before the job does. So it is with the limit for the first step of a
+    round, which a job has that has made steps before.
     """
-    if given is not None:
+    starts = progress.round_step is None
+    if given is not None and (given <= 0 or not starts):
         return given if given > 0 else math.inf
     if not progress.recent:
         return math.inf
     usual = median(progress.recent)
-    limit = max(HANG_SECONDS, HANG_FACTOR * usual, HANG_PAUSES * progress.longest)
-    return limit * 2.0 ** min(num_hangs, 30)
+    limit = given or max(HANG_SECONDS, HANG_FACTOR * usual, HANG_PAUSES * progress.longest)
+    return max(limit, START_SECONDS if starts else 0.0) * 2.0 ** min(num_hangs, 30)
 
 
 def slow_ranks(ranks: Mapping[int, RankProgress]) -> Mapping[int, float]:
