@@ -18,7 +18,7 @@ import torch
 
 import remesh
 from remesh import catalog
-from remesh.errors import CheckpointNotFoundError, StateError
+from remesh.errors import CheckpointNotFoundError, NoSpaceError, StateError
 from remesh.events import Event
 from remesh.exchange import Alone
 from remesh.maintenance.orphans import find_orphans
@@ -66,13 +66,30 @@ def test_a_spoiled_record_or_note_is_a_problem_and_no_error(tmp_path: Path) -> N
 
 
 def test_removing_leaves_what_is_not_ours(tmp_path: Path) -> None:
-    path = save(tmp_path, "step_1")
-    catalog.pin(path)
+    path, storage = save(tmp_path, "step_1"), open_storage(tmp_path)
+    catalog.note_failure(storage, "step_1", "it was unreadable for a moment")
     (path / "notes.txt").write_text("mine")
-    storage = open_storage(tmp_path)
     assert catalog.remove(storage, "step_1", now=0.0)
     assert [file.name for file in path.rglob("*")] == ["notes.txt"]
     assert not catalog.remove(storage, "step_1", now=0.0)
+
+
+@pytest.mark.parametrize("num_refused", [1, 2])
+def test_a_full_disk_gets_room_by_removals(num_refused: int, tmp_path: Path) -> None:
+    class Full(LocalStorage):
+        """It has no room for the next marks."""
+
+        left = num_refused
+
+        def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+            self.left -= 1
+            if self.left >= 0:
+                raise NoSpaceError(f"cannot write {self.url}/{path}: no space left on device")
+            super().put(path, data, overwrite=overwrite)
+
+    path = save(tmp_path, "step_1")
+    assert catalog.remove(Full(tmp_path), "step_1", now=0.0)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(
@@ -280,6 +297,29 @@ def test_a_reader_that_comes_while_it_is_removed_keeps_it(tmp_path: Path) -> Non
         assert catalog.remove(storage, "step_1", now=150.0), "the mark is too old to count"
     with pytest.raises(CheckpointNotFoundError), catalog.lease(path, now=0.0):
         pass
+
+
+def test_a_checkpoint_that_is_pinned_while_it_is_removed_stays_or_the_pin_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, "step_1")
+    assert not catalog.remove(Crossing(tmp_path, lambda: catalog.pin(path)), "step_1", now=0.0)
+    assert remesh.Checkpoint(path).verify().ok
+    assert not catalog.remove(open_storage(tmp_path), "step_1", now=0.0)
+    catalog.unpin(path)
+
+    class Late(LocalStorage):
+        """The checkpoint is removed just before the pin is there."""
+
+        def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
+            assert catalog.remove(open_storage(tmp_path), "step_1", now=0.0)
+            super().put(path, data, overwrite=overwrite)
+
+    monkeypatch.setattr(catalog, "open_storage", Late)
+    with pytest.raises(CheckpointNotFoundError):
+        catalog.pin(path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert list(path.iterdir()) == []
 
 
 # ---------------------------------------------------------------------------------------------

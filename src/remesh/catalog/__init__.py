@@ -21,7 +21,7 @@ stays wrong counts for ever.
 Removing takes the commit record away first and the files afterwards, so that there is never half a
 checkpoint. If the process dies in between, `removing.json` tells the next one to finish the work.
 It names the folders of the checkpoint: others may be of a save that is about to be committed there.
-A reader puts its mark before it reads the record; a remover looks for marks once more when
+A reader puts its mark before it reads the record; a remover looks for marks and pins once more when
 the record is gone, and puts the record back if there is one. So of the two, one always notices the
 other.
 
@@ -57,6 +57,7 @@ from remesh.errors import (
     CheckpointReplacedError,
     CorruptCheckpointError,
     FormatVersionError,
+    NoSpaceError,
     RemeshError,
     StateError,
     StorageError,
@@ -348,12 +349,17 @@ def pin(path: str | os.PathLike[str]) -> None:
     """Keep a checkpoint even if policies would remove it.
 
     Raises:
-        CheckpointNotFoundError: If there is none.
+        CheckpointNotFoundError: If there is none, or it has been removed meanwhile.
         StorageError: If the storage fails.
     """
     storage = open_storage(path)
     storage.size(native.RECORD_NAME)
     storage.put(_PINNED, b"{}\n", overwrite=True)
+    try:
+        storage.size(native.RECORD_NAME)  # after the pin is there, as in `lease`
+    except CheckpointNotFoundError:
+        storage.delete(_PINNED)
+        raise
 
 
 def unpin(path: str | os.PathLike[str]) -> None:
@@ -455,19 +461,22 @@ def is_pinned(storage: Storage, name: str) -> bool:
 
 
 def remove(storage: Storage, name: str, *, now: float) -> bool:
-    """Remove a checkpoint, unless a process has begun to read it; true if it was removed."""
+    """Remove a checkpoint, unless it has just been pinned or is being read; true if it is gone."""
     record_path = f"{name}/{native.RECORD_NAME}"
     try:
         record, removing = _record_to_remove(storage, record_path)
     except CheckpointNotFoundError:
         return False
     mark = msgspec.json.encode(_with_digest(removing))
-    storage.put(f"{name}/{_REMOVING}", mark, overwrite=True)
+    with suppress(NoSpaceError):  # a full disk has room for it when the record is gone
+        storage.put(f"{name}/{_REMOVING}", mark, overwrite=True)
     storage.delete(record_path)
-    # A put makes its directory durable, and with it that the record is gone.
-    storage.put(f"{name}/{_REMOVING}", mark, overwrite=True)
+    with suppress(NoSpaceError):  # or has none still, as others write there
+        storage.put(f"{name}/{_REMOVING}", mark, overwrite=True)
+    storage.sync()  # that the record is gone
     files = set(storage.list_directory(name).files)
-    if native.RECORD_NAME in files or _in_use_until(storage, name, files) > now:
+    is_held = _PINNED in files or _in_use_until(storage, name, files) > now
+    if native.RECORD_NAME in files or is_held:
         with suppress(CheckpointExistsError):  # another save has just been committed there
             storage.put(record_path, record, overwrite=False)
         storage.delete(f"{name}/{_REMOVING}")
