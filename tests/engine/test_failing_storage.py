@@ -169,6 +169,15 @@ def test_a_full_disk_is_found_before_anything_is_written() -> None:
     assert {operation for operation, _ in storage.calls} == {"read", "list", "size"}
 
 
+def test_a_disk_that_is_full_because_another_one_is_not_mounted(tmp_path: Path) -> None:
+    storage = Crowded(
+        LocalStorage(tmp_path / "mount/run"), FileSystemSpace("disk", 0, "", str(tmp_path))
+    )
+    advice = f"{tmp_path}/mount does not exist: if it is a mount point, mount it"
+    with pytest.raises(remesh.errors.NoSpaceError, match=advice):
+        remesh.save(arrays(fill=True), storage)
+
+
 @pytest.mark.parametrize(
     "identities", [("same", "same"), ("one", "other")], ids=["one disk", "two disks"]
 )

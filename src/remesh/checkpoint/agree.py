@@ -23,7 +23,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -181,7 +181,7 @@ class _Summary(msgspec.Struct, frozen=True):
     replicas: list[str]  # elements of sharded objects of which it has another replica
     url: str
     options: tuple[str | None, str, str, str | None]
-    space: tuple[str, int, str] | None
+    space: tuple[str, int, str, str] | None
     num_bytes_to_keep: int
 
 
@@ -242,7 +242,7 @@ class _Held:
             self.replicas,
             storage.url,
             (options.buffers, options.compared, options.format, options.compress),
-            None if space is None else (space.identity, space.free_bytes, space.directory),
+            None if space is None else astuple(space),
             cache.history.num_bytes_to_keep(layout) if options.keeps else 0,
         )
 
