@@ -239,6 +239,35 @@ class Packing(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "state": states})
 
 
+def packing_by_hooks(parameters: Any) -> Optimizer:
+    """Stores half of the bits of a moment under a name of its own, and twice the steps."""
+    optimizer = torch.optim.AdamW(parameters)
+
+    def pack(_optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+        states = {number: dict(entries) for number, entries in packed["state"].items()}
+        for entries in states.values():
+            entries["half"] = entries.pop("exp_avg").bfloat16()
+            entries["exp_avg_sq"] = entries["exp_avg_sq"].double()
+            entries["step"] = entries["step"] * 2
+        return {**packed, "state": states}
+
+    def unpack(_optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+        states = {number: dict(entries) for number, entries in packed["state"].items()}
+        for entries in states.values():
+            entries["exp_avg"] = entries.pop("half").float()
+            entries["exp_avg_sq"] = entries["exp_avg_sq"].float()
+        return {**packed, "state": states}
+
+    def halve(optimizer: Optimizer) -> None:
+        for entries in optimizer.state.values():
+            entries["step"] /= 2
+
+    optimizer.register_state_dict_post_hook(pack)
+    optimizer.register_load_state_dict_pre_hook(unpack)
+    optimizer.register_load_state_dict_post_hook(halve)
+    return optimizer
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "packing": Packing,
     "adam tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
@@ -263,6 +292,20 @@ def net() -> nn.Sequential:
 
 def batch(step: int) -> torch.Tensor:
     return torch.rand(4, 6, generator=torch.Generator().manual_seed(step))
+
+
+def test_hooks_of_an_optimizer_are_called(tmp_path: Path) -> None:
+    source, target = net(), net()
+    optimizer, resumed = (packing_by_hooks(module.parameters()) for module in (source, target))
+    train(source, [optimizer], range(4))
+    remesh.save({"model": source, "optim": optimizer}, tmp_path)
+    load_exactly({"model": target, "optim": resumed}, tmp_path)
+    for old, new in zip(optimizer.state.values(), resumed.state.values(), strict=True):
+        assert old.keys() == new.keys()
+        assert old["step"] == new["step"] == 4
+        assert torch.equal(old["exp_avg"].bfloat16().float(), new["exp_avg"])
+        assert torch.equal(old["exp_avg_sq"], new["exp_avg_sq"])
+    train(target, [resumed], range(4, 6))
 
 
 def train(module: nn.Module, optimizers: list[Optimizer], steps: range) -> list[float]:

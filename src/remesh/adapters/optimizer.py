@@ -338,12 +338,9 @@ def _modules_in(node: object, path: Path) -> Iterator[tuple[Path, nn.Module | Na
         yield path, node
     elif isinstance(node, LocalNonpersistentObject):
         yield from _modules_in(node.obj, path)
-    elif isinstance(node, Mapping):
-        for key, child in node.items():
+    else:
+        for key, child in children_of(node):
             yield from _modules_in(child, (*path, key))
-    elif isinstance(node, list | tuple):
-        for number, child in enumerate(node):
-            yield from _modules_in(child, (*path, number))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -791,10 +788,11 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any], filled: set[
 def _packs_states(optimizer: Optimizer) -> bool:
     """True if the states in its `state_dict` may have another form than those it steps with.
 
-    That of bitsandbytes puts quantised state into a dict of its own.
+    That of bitsandbytes puts quantised state into a dict of its own; others have hooks for it.
     """
     own, of_torch = type(optimizer), Optimizer
-    return not (
+    hooks = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    return any(getattr(optimizer, f"_optimizer_{one}_hooks", ()) for one in hooks) or not (
         own.state_dict is of_torch.state_dict or own.load_state_dict is of_torch.load_state_dict
     )
 
@@ -807,7 +805,8 @@ def _load_by_itself(
     """Hand an optimizer packed states, and what its `state_dict` has beyond torch's two entries.
 
     Only its own `load_state_dict` knows what to do with them, but torch's part of that method
-    makes new groups and casts the state to the dtype of the parameters, which is undone here.
+    makes new groups and casts the state to the dtype of the parameters, which is undone here:
+    between hooks that were registered for before a load, and those for after it.
     """
     groups, members = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
     state, packed = dict(optimizer.state), optimizer.state_dict()
@@ -817,16 +816,24 @@ def _load_by_itself(
         for number, tensor in enumerate(tensors)
         if tensor in packed_states
     }
-    optimizer.load_state_dict({**packed, "state": packed["state"] | states, **extras})
-    for group, options in zip(groups, members, strict=True):
-        group.update(options)
-    optimizer.param_groups = groups
-    for tensor, entries in state.items():
-        if tensor not in packed_states:
-            optimizer.state[tensor] = entries
-    for tensor, loaded in packed_states.items():
-        entries = optimizer.state[tensor]
-        entries.update({key: loaded[key] for key in entries.keys() & loaded.keys()})
+    unpacked: dict[str, Any] = {"state": states}  # as the hooks before a load leave it
+
+    def undo(_optimizer: Optimizer) -> None:
+        for group, options in zip(groups, members, strict=True):
+            group.update(options)
+        optimizer.param_groups = groups
+        optimizer.state.update({key: one for key, one in state.items() if key not in packed_states})
+        for number in states:
+            entries, loaded = optimizer.state[tensors[number]], unpacked["state"].get(number, {})
+            entries.update({key: loaded[key] for key in entries.keys() & loaded.keys()})
+
+    with (
+        optimizer.register_load_state_dict_pre_hook(lambda _, last: unpacked.update(last)),
+        optimizer.register_load_state_dict_post_hook(undo, prepend=True),
+    ):
+        optimizer.load_state_dict({**packed, "state": packed["state"] | states, **extras})
+    if optimizer.param_groups is not groups:  # a method of its own, which calls no hooks
+        undo(optimizer)
 
 
 # ---------------------------------------------------------------------------------------------
