@@ -40,6 +40,16 @@ def test_latest(run: Run, run_json: RunJson, managed: Path) -> None:
     assert run_json("latest", managed)["step"] == 40
 
 
+def test_where_there_is_nothing_to_choose_from(run: Run, managed: Path, tmp_path: Path) -> None:
+    step = managed / "step_00000050"
+    remesh.save({"w": np.zeros(3)}, tmp_path / "others" / "best")
+    for command in (["latest"], ["prune", "--keep-last", 1]):
+        itself, others = (run(*command, place) for place in (step, tmp_path / "others"))
+        assert (itself.exit_code, others.exit_code) == (2, 2)
+        assert itself.stderr.startswith(f"error: {step}: a checkpoint itself; give the directory ")
+        assert "no checkpoint of remesh whose name ends with a step\n  remesh ls" in others.stderr
+
+
 def test_without_yes_nothing_is_removed(run: Run, run_json: RunJson, managed: Path) -> None:
     assert run("pin", managed / "step_00000020").exit_code == 0
     before = sorted(managed.rglob("*"))

@@ -5,6 +5,7 @@ Nothing needs torch.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,10 +18,10 @@ from remesh import catalog
 from remesh._repr import format_bytes
 from remesh.catalog import CheckpointInfo
 from remesh.checkpoint import Checkpoint
-from remesh.cli import output
-from remesh.errors import RemeshError
+from remesh.cli import output, places
+from remesh.errors import CheckpointNotFoundError, RemeshError, StateError
 from remesh.maintenance import orphans
-from remesh.storage import open_storage, shown_url
+from remesh.storage import Storage, open_storage, shown_url
 from remesh.training.policies import KeepLast, decide_retention, remove_unkept
 
 
@@ -37,7 +38,7 @@ def latest(*, root: str, as_json: bool) -> None:
     from_newest = reversed(catalog.list_checkpoints(storage))
     newest = next((info for info in from_newest if not _checked(info).problem), None)
     if newest is None:
-        raise catalog.nothing_at(storage)
+        raise _nothing_to_choose(root, storage)
     if as_json:
         output.print_json(_facts(newest))
     else:
@@ -67,7 +68,7 @@ def _prune_checkpoints(root: str, keep_last: int, run: str | None, removes: bool
     storage = open_storage(root)
     infos = [_checked(info) for info in catalog.list_checkpoints(storage)]
     if not infos:
-        raise catalog.nothing_at(storage)
+        raise _nothing_to_choose(root, storage)
     newest = catalog.newest_of([info for info in infos if not info.problem])
     whose = run if run is not None else "" if newest is None else newest.run
     decisions = decide_retention(infos, [KeepLast(keep_last)], run=whose, now=time.time())
@@ -94,6 +95,18 @@ def _prune_leftovers(root: str, removes: bool) -> dict[str, Any]:
         facts = {key: value for key, value in asdict(one).items() if key != "files"}
         found.append({**facts, "removed": gone})
     return {"leftovers": found}
+
+
+def _nothing_to_choose(root: str, storage: Storage) -> RemeshError:
+    """The error about a directory that has no checkpoint of which a manager knows the step."""
+    if places.is_checkpoint(root):
+        return StateError(f"{storage.url}: a checkpoint itself; give the directory that it is in")
+    if any(one.status == "committed" for one in catalog.scan(storage)):
+        return CheckpointNotFoundError(
+            f"{storage.url}: no checkpoint of remesh whose name ends with a step\n"
+            f"remesh ls {shlex.quote(shown_url(root))} lists those that are there"
+        )
+    return catalog.nothing_at(storage)
 
 
 def _checked(info: CheckpointInfo) -> CheckpointInfo:
