@@ -32,7 +32,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "formats": (6988, 7000),
     "kubernetes": (1908, 2000),
     "maintenance": (1222, 1100),
-    "pipeline": (2695, 2750),
+    "pipeline": (2701, 2750),
     "planner": (1378, 1450),
     "recipes": (496, 400),
     "storage": (2463, 2600),

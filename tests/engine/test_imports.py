@@ -112,11 +112,14 @@ assert isinstance(found["w"], np.ndarray) and found["w"].tolist() == [[0, 1, 2],
 assert found.read("w", remesh.sharding.Box((1, 0), (1, 2))).tolist() == [[3, 4]]
 show(lambda: found["half"])
 assert found.read_array("half").dtype == np.uint16
+cast = {"format": "remesh", "transform": "h -> h, dtype='float32'", "only": "h"}
+show(lambda: remesh.checkpoint.convert(place, place + "_", **cast))
 assert remesh.Checkpoint(place).state()["w"].dtype == np.int32
 print(remesh.Checkpoint(place).values)
 """
     printed = run_python(code, str(tmp_path / "with"), str(tmp_path / "without"))
     assert "half: numpy has no bfloat16\nRead it as a torch tensor" in printed
     assert "bfloat16; import torch" in printed
+    assert "converted to float32 by torch, which is not installed\nInstall it with: " in printed
     assert printed.endswith("{'step': 3}\n")
     assert remesh.Checkpoint(tmp_path / "without").read_array("h").dtype == np.float16

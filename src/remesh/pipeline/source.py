@@ -115,7 +115,13 @@ def converted(block: CarrierArray, stored: str, dtypes: Sequence[str]) -> Carrie
     if not dtypes:
         return block
     check_conversion(stored, dtypes)
-    torch = importlib.import_module("torch")
+    try:
+        torch = importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        raise UnsupportedValueError(
+            f"elements are converted to {dtypes[0]} by torch, which is not installed\n"
+            "Install it with: pip install 'remesh[torch]'"
+        ) from error
     flat = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
     tensor = torch.from_numpy(flat).view(getattr(torch, stored))
     for name in dtypes:
