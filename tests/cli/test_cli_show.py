@@ -63,12 +63,15 @@ def test_values_of_every_kind_as_json(run_json: RunJson, tmp_path: Path) -> None
     state = {
         "none": None,
         "big": 2**80,
+        "huge": -(16**5000),
         "inf": float("-inf"),
         "complex": 1 - 2j,
         "set": {3, 1, 2},
         "bytes": b"\x00\xff",
         "keys": {1: "a", (2, 3): "b"},
+        "alike": {1: "a", "1": "b"},
         "numpy": np.float32(1.5),
+        "long": np.longdouble(1.5),
         "path": Path("a/b"),
         "time": dt.datetime(2026, 1, 31, 12, tzinfo=dt.UTC),
         "args": argparse.Namespace(lr=0.1, layers=[1, 2]),
@@ -80,16 +83,29 @@ def test_values_of_every_kind_as_json(run_json: RunJson, tmp_path: Path) -> None
     assert value == {
         "none": None,
         "big": 2**80,
+        "huge": "-0x1" + 5000 * "0",
         "inf": "-inf",
         "complex": [1.0, -2.0],
         "set": [1, 2, 3],
         "bytes": "00ff",
         "keys": {"1": "a", "(2, 3)": "b"},
+        "alike": {"1": "a", "'1'": "b"},
         "numpy": 1.5,
+        "long": "1.5",
         "path": "a/b",
         "time": "2026-01-31 12:00:00+00:00",
         "args": {"lr": 0.1, "layers": [1, 2]},
     }
+
+
+def test_integers_that_python_does_not_print(run: Run, tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    remesh.save({"n": [16**5000]}, one)
+    remesh.save({"n": [16**5001]}, other)
+
+    assert ast.literal_eval(run("show", one, "n").stdout) == [hex(16**5000)]
+    assert "['0x1000" in run("ls", one, "--values").stdout
+    assert "n: ['0x1000" in run("diff", one, other).stdout
 
 
 def test_long_values_are_laid_out(run: Run, tmp_path: Path) -> None:

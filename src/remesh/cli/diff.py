@@ -215,10 +215,11 @@ def _compare_plain(
             or encode_read(left[name], name) != encode_read(right[name], name)
         )
     ]
+    text = output.format_value
     return (
         tuple(sorted(left.keys() - right.keys())),
         tuple(sorted(right.keys() - left.keys())),
-        {name: (repr(left[name]), repr(right[name])) for name in differ},
+        {name: (text(left[name]), text(right[name])) for name in differ},
     )
 
 

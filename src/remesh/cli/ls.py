@@ -255,6 +255,6 @@ def _print_values(kind: str, values: Mapping[str, object], show_all: bool) -> No
         output.print_table(
             ("<type", f"<{kind}", "<content"),
             list(values.items()),
-            lambda one: (output.type_name(one[1]), one[0], output.cut(repr(one[1]))),
+            lambda one: (output.type_name(one[1]), one[0], output.cut(output.format_value(one[1]))),
             show_all=show_all,
         )

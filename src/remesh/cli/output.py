@@ -43,6 +43,8 @@ MAX_ROWS = 500
 """Rows of a table that are printed without `--all`."""
 MAX_NAMES = 8
 """Names in a cell or a sentence that are printed without `--all`."""
+_TOO_LONG = 10**4300
+"""Python neither prints nor reads the decimal digits of such integers."""
 
 EXIT_DAMAGED = 1
 EXIT_DIFFERENT = 1
@@ -132,9 +134,16 @@ def format_time(created: str) -> str:
     return created.replace("T", " ").replace("+00:00", " UTC")
 
 
-def format_value(value: object) -> str:
-    """A stored value in Python's notation, laid out in lines."""
-    return pprint.pformat(value, sort_dicts=False)
+def format_value(value: object, write: Callable[[object], str] = repr) -> str:
+    """A stored value in Python's notation, as `write` writes it."""
+    try:
+        return write(value)
+    except ValueError:  # of an integer that is too long
+        return write(json_value(value))
+
+
+laid_out = functools.partial(pprint.pformat, sort_dicts=False)
+"""For `format_value`: in lines."""
 
 
 def cut(text: str, length: int = 60) -> str:
@@ -156,9 +165,12 @@ def json_value(value: object) -> object:
     """A value as what JSON knows.
 
     Sequences and sets become lists, keys become text, bytes hex digits, complex numbers pairs;
-    NaN and infinities become the strings "nan", "inf" and "-inf"; anything else its text.
+    NaN and infinities become the strings "nan", "inf" and "-inf", integers of more than
+    4300 digits hex text; anything else its text.
     """
     match value:
+        case int() if abs(value) >= _TOO_LONG:
+            return hex(value)
         case None | bool() | int() | str():
             return value
         case float():
@@ -167,10 +179,14 @@ def json_value(value: object) -> object:
             return [json_value(value.real), json_value(value.imag)]
         case bytes():
             return value.hex()
+        case np.longdouble() | np.clongdouble():
+            pass  # Python has no such numbers
         case np.generic() | np.ndarray():
             return json_value(value.tolist())
         case Mapping():
-            return {str(key): json_value(item) for key, item in value.items()}
+            keys = {str(key) for key in value}
+            text = str if len(keys) == len(value) else repr  # as 1 and "1" have one text
+            return {text(key): json_value(item) for key, item in value.items()}
         case list() | tuple():
             return [json_value(item) for item in value]
         case set() | frozenset():
@@ -179,8 +195,7 @@ def json_value(value: object) -> object:
             return json_value(value.payload)
         case argparse.Namespace() | types.SimpleNamespace():
             return json_value(vars(value))
-        case _:
-            return str(value)
+    return str(value)
 
 
 def print_json(document: Mapping[str, object]) -> None:

@@ -50,7 +50,7 @@ def show(*, path: str, name: str | None, as_json: bool) -> None:
         shown = {"type": output.type_name(value), "value": value}
         output.print_json({"kind": kind, "path": shown_url(path), "name": name, **shown})
     else:
-        output.line(*output.format_value(value).splitlines())
+        output.line(*output.format_value(value, output.laid_out).splitlines())
 
 
 def _open_and_read(path: str, name: str) -> tuple[Checkpoint, summary.Array | None]:
