@@ -90,15 +90,17 @@ def test_shapes_and_types_that_differ(run_json: Any, tmp_path: Path) -> None:
 
 def test_what_neither_floating_point_nor_a_text_shows(run_json: Any, tmp_path: Path) -> None:
     numbers, values = np.array([2**62, -(2**63)]), np.arange(3.0)
+    far = np.array([1.0, 1e308])
     for name, change in (("one", 0), ("two", 1)):
         element = remesh.sharding.ShardedObject("o", values * (1 + change * 1e-15), (1,), (0,))
         changed = numbers + np.array([change, -change])
-        remesh.save({"a": changed, "o": element}, tmp_path / name)
+        state = {"a": changed, "far": far * (1 - 2 * change), "o": element}
+        remesh.save(state, tmp_path / name)
 
     found = run_json("diff", tmp_path / "one", tmp_path / "two", exit_code=1)
 
-    assert [t["num_different"] for t in found["tensors"]] == [2]
-    assert [t["max_difference"] for t in found["tensors"]] == [2.0**64]
+    assert [t["num_different"] for t in found["tensors"]] == [2, 2]
+    assert [t["max_difference"] for t in found["tensors"]] == [2.0**64, "inf"]
     assert len(found["values"]) == 1
 
 

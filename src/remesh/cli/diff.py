@@ -191,9 +191,9 @@ def _difference(left: _Array, right: _Array, tolerance: _Tolerance) -> tuple[int
         distance = np.abs(a - b)
         limit = tolerance[0] + tolerance[1] * np.abs(b)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
-    close = np.isfinite(a) & np.isfinite(b) & (distance <= limit)
-    finite = distance[np.isfinite(distance)]
-    return int((~(same | close)).sum()), float(finite.max(initial=0.0))
+    finite = np.isfinite(a) & np.isfinite(b)
+    is_different = ~(same | (finite & (distance <= limit)))
+    return int(is_different.sum()), float(distance[finite].max(initial=0.0))
 
 
 def _compare_plain(
