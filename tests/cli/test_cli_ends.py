@@ -152,6 +152,23 @@ def test_a_port_that_there_is_not() -> None:
     assert "error: cannot listen on 127.0.0.1:99999: " in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("diff a b --atol nan", "'--atol': nan is not finite."),
+        ("diff a b --rtol inf", "'--rtol': inf is not finite."),
+        ("master --heartbeat-timeout nan", "'--heartbeat-timeout': nan is not finite."),
+        ("master --heartbeat-timeout 0", "'--heartbeat-timeout': 0.0 is not in the range x>0."),
+        ("master --save-grace -1", "'--save-grace': -1.0 is not in the range x>=0."),
+        ("master --tls-key key.pem", "--tls-key is the key of a certificate: give --tls-cert, too"),
+    ],
+)
+def test_options_that_cannot_be(run: Run, words: str, problem: str) -> None:
+    result = run(*words.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert problem in result.stderr
+
+
 @pytest.mark.parametrize("target", ["directory", "record", "data"])
 def test_no_permission(run: Run, target: str) -> None:
     run("--help")  # Modules are loaded while they can be.

@@ -60,6 +60,17 @@ def test_a_mistake_in_the_options_is_said_before_anything_starts(
     assert capsys.readouterr().err.startswith(f"error: {problem}")
 
 
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("--hang-timeout", "-1"), ("--drain-seconds", "nan"), ("--beat-seconds", "0")],
+)
+def test_what_is_no_time(capsys: pytest.CaptureFixture[str], option: str, text: str) -> None:
+    with pytest.raises(SystemExit) as ending:
+        launch.main((option, text, "job.py"))
+    assert ending.value.code == 2
+    assert f"argument {option}: {text} is not a time; give " in capsys.readouterr().err
+
+
 def test_exit_codes_are_kept_whoever_starts_the_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

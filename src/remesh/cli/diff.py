@@ -233,8 +233,8 @@ def _compare_plain(
 @click.argument("second", metavar="B")
 @transform_option("What A becomes before it is compared")
 @click.option("--structure", is_flag=True, help="Compare names, types and shapes alone.")
-@click.option("--rtol", type=click.FloatRange(min=0), default=0.0, help="Relative tolerance.")
-@click.option("--atol", type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance.")
+@click.option("--rtol", type=output.Number(min=0), default=0.0, help="Relative tolerance.")
+@click.option("--atol", type=output.Number(min=0), default=0.0, help="Absolute tolerance.")
 @output.all_option
 @places.format_option()
 @output.json_option

@@ -71,16 +71,22 @@ class _JsonLines(logging.Formatter):
 )
 @click.option(
     "--heartbeat-timeout",
+    type=output.Number(min=0, min_open=True),
     default=HEARTBEAT_TIMEOUT,
+    metavar="SECONDS",
     help="Seconds of silence after which a node is lost.",
 )
 @click.option("--check", is_flag=True, help="Test nodes before they train.")
 @click.option(
-    "--save-grace", default=60.0, help="Seconds that a growing job waits for a checkpoint."
+    "--save-grace",
+    type=output.Number(min=0),
+    default=60.0,
+    metavar="SECONDS",
+    help="Seconds that a growing job waits for a checkpoint.",
 )
 @click.option(
     "--hang-timeout",
-    type=click.FloatRange(min=0),
+    type=output.Number(min=0),
     metavar="SECONDS",
     help="Without a step for so long, a job hangs; 0: never. By default this follows from its "
     "steps, and is an hour at least.",
@@ -153,6 +159,8 @@ async def _serve(
 
 def _tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
     if certificate is None:
+        if key is not None:
+            raise click.UsageError("--tls-key is the key of a certificate: give --tls-cert, too")
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:

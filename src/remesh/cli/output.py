@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import click
 import numpy as np
@@ -86,6 +86,18 @@ def needs(command: str, extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         text = f"{command} needs {error.name}: pip install 'remesh[{extra}]'"
         raise click.ClickException(text) from error
+
+
+class Number(click.FloatRange):
+    """A number of a range, as an option; click takes NaN for one of any range."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        found: float = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is not finite.", param, ctx)
+        return found
 
 
 # ---------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def json_object(text: str | bytes, where: str) -> Mapping[str, object]:
     """The object in a text of JSON."""
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StateError(f"{where}: not JSON: {error}") from error
     if not isinstance(found, dict):
         raise StateError(f"{where}: must hold a JSON object, not {type(found).__name__}")

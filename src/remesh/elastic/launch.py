@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 import os
 import re
 import secrets
@@ -63,12 +64,15 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         super().add_usage(usage, actions, groups, prefix)
 
 
-def _positive(text: str) -> float:
-    """A number above 0, for argparse."""
-    number = float(text)
-    if not number > 0:
-        raise ValueError(f"{text} is not above 0")
-    return number
+def _time(text: str, least: float = 0.0) -> float:
+    """A number of seconds, for argparse."""
+    if not least <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a time; give {least:g} or more seconds")
+    return float(text)
+
+
+def _some_time(text: str) -> float:
+    return _time(text, least=0.001)
 
 
 def _node_id(text: str) -> int:
@@ -109,27 +113,29 @@ def make_parser() -> argparse.ArgumentParser:
     ours.add_argument("--node-name", help="what to call this node; the host's name by default")
     ours.add_argument("--node-unit", type=int, default=1, help="train on a multiple of this")
     ours.add_argument(
-        "--last-call", type=float, default=5.0, help="seconds to wait for more nodes than the least"
+        "--last-call", type=_time, default=5.0, help="seconds to wait for more nodes than the least"
     )
     ours.add_argument(
-        "--join-timeout", type=float, default=600.0, help="seconds without enough nodes"
+        "--join-timeout", type=_time, default=600.0, help="seconds without enough nodes"
     )
     ours.add_argument(
-        "--drain-seconds", type=float, default=60.0, help="time for a last checkpoint on SIGTERM"
+        "--drain-seconds", type=_time, default=60.0, help="time for a last checkpoint on SIGTERM"
     )
     _add_process_options(ours)
     ours.add_argument(
         "--master-patience",
-        type=float,
+        type=_time,
         default=PATIENCE,
         metavar="SECONDS",
         help="how long to wait for a master that is away when it is needed",
     )
-    ours.add_argument("--beat-seconds", type=float, default=1.0, help="time between two heartbeats")
+    ours.add_argument(
+        "--beat-seconds", type=_some_time, default=1.0, help="time between two heartbeats"
+    )
     own = parser.add_argument_group("remesh, without --master")
     own.add_argument(
         "--hang-timeout",
-        type=float,
+        type=_time,
         help="seconds without a step after which the job hangs; 0: never; by default this follows "
         "from its steps, and is an hour at least",
     )
@@ -140,7 +146,7 @@ def _add_process_options(ours: argparse._ArgumentGroup) -> None:
     """How processes start and leave, and what they keep in memory."""
     ours.add_argument(
         "--reentry-timeout",
-        type=_positive,
+        type=_some_time,
         default=REENTRY_SECONDS,
         metavar="SECONDS",
         help="time for a process to leave a training function that is entered again",
