@@ -190,6 +190,20 @@ def test_what_an_index_says_must_be_there(saved: Path, tmp_path: Path) -> None:
         remesh.Checkpoint(folder)
 
 
+def test_an_index_names_tied_weights_of_pickled_files(tmp_path: Path) -> None:
+    """transformers puts weights that share memory into one file, and names both in the index."""
+    tied, name = torch.arange(3.0), "pytorch_model-0000{}-of-00002.bin"
+    torch.save({"wte.weight": tied, "lm_head.weight": tied}, tmp_path / name.format(1))
+    torch.save({"bias": torch.ones(2)}, tmp_path / name.format(2))
+    numbers = {"wte.weight": 1, "lm_head.weight": 1, "bias": 2}
+    weight_map = {weight: name.format(number) for weight, number in numbers.items()}
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    checkpoint = remesh.Checkpoint(tmp_path)
+    assert checkpoint.index.aliases == {"lm_head.weight": "wte.weight"}
+    assert checkpoint["lm_head.weight"].tolist() == [0, 1, 2]
+
+
 def test_an_unknown_element_type_is_named(tmp_path: Path) -> None:
     header = b'{"a":{"dtype":"F6_E3M2","shape":[4],"data_offsets":[0,3]}}'
     path = tmp_path / "x.safetensors"

@@ -174,8 +174,8 @@ class IndexBuilder:
         return len(self._tensors) - 1
 
     def has_tensor(self, name: str) -> bool:
-        """True if a tensor of this name was added."""
-        return name in self._names
+        """True if a tensor of this name was added, be it a further name."""
+        return name in self._names or name in self._aliases
 
     def size_of(self, path: str) -> int:
         """Bytes of a file of the checkpoint."""
