@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -188,6 +189,21 @@ def test_what_an_index_says_must_be_there(saved: Path, tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"w": "../../etc/passwd"}}))
     with pytest.raises(remesh.StorageError, match="not a path inside a storage"):
         remesh.Checkpoint(folder)
+
+
+@pytest.mark.parametrize("begin", [1, 3])
+def test_tensors_that_overlap_or_leave_holes_are_damage(begin: int, tmp_path: Path) -> None:
+    ranges = {"a": [0, 2], "b": [begin, begin + 2]}
+    entries = {
+        name: {"dtype": "U8", "shape": [2], "data_offsets": bounds}
+        for name, bounds in ranges.items()
+    }
+    header, path = json.dumps(entries).encode(), tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(begin + 2))
+    with pytest.raises(SafetensorError, match="invalid offset"):
+        load_file(path)
+    with pytest.raises(remesh.CorruptCheckpointError, match="but its header says"):
+        remesh.Checkpoint(path)
 
 
 def test_an_index_names_tied_weights_of_pickled_files(tmp_path: Path) -> None:

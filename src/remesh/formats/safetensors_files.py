@@ -76,7 +76,8 @@ def read_arrays(builder: IndexBuilder, paths: Sequence[str]) -> dict[str, dict[s
 def _arrays_in(head: bytes, path: str, size: int, where: str) -> dict[str, StoredArray]:
     """The tensors of a file, from its beginning."""
     header = safetensors_file.decode_header(head, where)
-    num_bytes = max((entry.data_offsets[1] for entry in header.entries.values()), default=0)
+    ranges = [entry.data_offsets for entry in header.entries.values()]
+    num_bytes = sum(stop - start for start, stop in ranges)  # without holes, and none twice
     if header.data_start + num_bytes != size:
         raise damaged(
             where, f"has {size} bytes, but its header says {header.data_start + num_bytes}"
