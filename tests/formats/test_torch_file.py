@@ -57,6 +57,18 @@ def test_what_is_not_such_a_file(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(remesh.CheckpointNotFoundError, match=r"model\.pt"):
         remesh.Checkpoint(path)
+    with pytest.raises(remesh.CheckpointNotFoundError, match="0 files"):
+        remesh.Checkpoint(tmp_path, format="torch_file")
+
+
+def test_one_of_several_files_is_named(tmp_path: Path) -> None:
+    for epoch in (1, 2):
+        torch.save({"w": torch.full((2,), epoch)}, tmp_path / f"epoch_{epoch}.pt")
+    with pytest.raises(remesh.CheckpointNotFoundError, match="2 files"):
+        remesh.Checkpoint(tmp_path, format="torch_file")
+    assert remesh.Checkpoint(tmp_path / "epoch_2.pt")["w"].tolist() == [2, 2]
+    remesh.save({"w": torch.full((2,), 3)}, tmp_path, format="torch_file")
+    assert remesh.Checkpoint(tmp_path, format="torch_file")["w"].tolist() == [3, 3]
 
 
 def training_state(seed: int) -> dict[str, Any]:

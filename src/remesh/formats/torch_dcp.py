@@ -581,15 +581,13 @@ def _common_file(saved: Saved) -> SmallFile:
     return COMMON_NAME, archive_of(assemble(common, sequences), COMMON_NAME)
 
 
-def _config_file() -> SmallFile:
-    """Megatron's file that says which backends wrote a checkpoint; its last one."""
-    config = {
-        "sharded_backend": "torch_dist",
-        "sharded_backend_version": 1,
-        "common_backend": "torch",
-        "common_backend_version": 1,
-    }
-    return CONFIG_NAME, msgspec.json.encode(config)
+_CONFIG = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""What Megatron's last file says: which backends wrote a checkpoint."""
 
 
 def _value_file_and_metadata(
@@ -764,7 +762,8 @@ class TorchDistWriter(DcpWriter):
 
     def small_files(self, saved: Saved) -> list[SmallFile]:
         """The objects, `common.pt`, `.metadata` and `metadata.json`."""
-        return [_common_file(saved), *super().small_files(saved), _config_file()]
+        config = CONFIG_NAME, msgspec.json.encode(_CONFIG)
+        return [_common_file(saved), *super().small_files(saved), config]
 
 
 WRITERS = (DcpWriter(), TorchDistWriter())

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping
 from remesh.core import values
 from remesh.core.state import Path, assemble
 from remesh.core.tables import Cuts
-from remesh.errors import UnsupportedValueError
+from remesh.errors import CheckpointNotFoundError, UnsupportedValueError
 from remesh.formats.archive import ArchiveLayout, tensor_record
 from remesh.formats.building import IndexBuilder
 from remesh.formats.native import ValuesDocument
@@ -46,7 +46,12 @@ def is_single(paths: Collection[str]) -> bool:
 
 def read(place: Place, builder: IndexBuilder) -> None:
     """Read what such a file holds; its tensors stay where they are."""
-    builder.add_nested((), builder.archive(place.file or min(place.listing, default="")))
+    paths = [place.file] if place.file else list(place.listing)
+    if len(paths) != 1 and FILE_NAME not in paths:
+        raise CheckpointNotFoundError(
+            f"{place.url}: no {FILE_NAME}, but {len(paths)} files\nGive the path of the one to read"
+        )
+    builder.add_nested((), builder.archive(FILE_NAME if len(paths) > 1 else paths[0]))
 
 
 # ---------------------------------------------------------------------------------------------
