@@ -52,3 +52,6 @@ def test_what_cannot_be_read_in_place(options: dict[str, Any], says: str, tmp_pa
     (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
     with pytest.raises(remesh.errors.FormatVersionError, match=says):
         remesh.Checkpoint(tmp_path)
+    (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    with pytest.raises(remesh.CheckpointNotFoundError, match="sharded_backend zarr"):
+        remesh.Checkpoint(tmp_path, format="zarr")

@@ -17,7 +17,6 @@ the fill value, is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -72,7 +71,7 @@ def is_at(place: Place) -> bool:
 def read(place: Place, builder: IndexBuilder) -> None:
     """Read what such a checkpoint holds; its tensors stay where they are."""
     files = place.listing
-    if CONFIG_NAME not in files:
+    if not is_at(place):
         raise CheckpointNotFoundError(f"{place.url}: no {MARKER}")
     for path in files:
         folder, _, name = path.rpartition("/")
@@ -110,7 +109,7 @@ def _add_array(builder: IndexBuilder, name: str) -> None:
         raise _missing(storage, name, f"{math.prod(counts)} chunks, more than there are files")
     strides = strides_of(array.chunks)
     for number in np.ndindex(*counts):
-        path = f"{name}/{_chunk_name(number, array.dimension_separator)}"
+        path = f"{name}/{array.dimension_separator.join(map(str, number)) or '0'}"
         if path not in files:
             raise _missing(storage, path, "missing")
         size = builder.size_of(path)
@@ -127,10 +126,6 @@ def _missing(storage: Storage, path: str, what: str) -> CorruptCheckpointError:
         f"{storage.url}/{path}: {what}. Load another checkpoint, or restore this file from a copy; "
         "chunks of zeros must be written too (write_empty_chunks=True)."
     )
-
-
-def _chunk_name(number: Sequence[int], separator: str) -> str:
-    return separator.join(map(str, number)) or "0"
 
 
 def _dtype_of(text: str, where: str) -> DType:
