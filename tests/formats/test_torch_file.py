@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,10 @@ def test_what_is_not_such_a_file(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.save({"w": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
     with pytest.raises(remesh.errors.FormatVersionError, match=r"1\.6"):
+        remesh.Checkpoint(path)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("model/data.pkl", b"\x80\x02N.")
+    with pytest.raises(remesh.errors.FormatVersionError, match="TorchScript"):
         remesh.Checkpoint(path)
     path.unlink()
     with pytest.raises(remesh.CheckpointNotFoundError, match=r"model\.pt"):

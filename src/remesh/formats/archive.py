@@ -180,7 +180,7 @@ def read_archive(
         raise damaged(where, "a zip file, but not one of torch.save (no data.pkl)")
     root = pickles[0].removesuffix("data.pkl")
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise FormatVersionError(f"{where}: compressed; save it again without compression")
+        raise FormatVersionError(f"{where}: compressed (TorchScript?); torch.save its state_dict()")
     if f"{root}byteorder" in names and content(names[f"{root}byteorder"]) != b"little":
         raise FormatVersionError(f"{where}: written on a big-endian machine; convert it there")
     storages = {

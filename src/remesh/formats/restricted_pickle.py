@@ -52,7 +52,7 @@ from remesh.formats.pickle_records import describe as describe_error
 
 _TEXT_PART = 16
 """Characters that count as one part."""
-_OTHER_KINDS = "torch._utils._rebuild_", "torch.q"
+_OTHER_KINDS = "torch._utils._rebuild_", "torch.q", "numpy.dtype[", "numpy.ndarray"
 _CONTAINERS = frozenset({list, tuple, dict, Record, Items, Key})
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes, bytearray})
 
@@ -111,8 +111,8 @@ def refusal(type_name: str, where: str) -> PickleRefusedError:
     )
     if type_name.startswith(_OTHER_KINDS):  # the name alone would lack class and parts
         remedy = (
-            "It makes a tensor of another kind (quantized, sparse, of a subclass). Load the file "
-            "by torch.load into the objects that it was saved from, and save those by remesh.save."
+            "It makes a tensor or array of another kind (quantized, sparse, of a subclass, of "
+            "objects). Load the file by torch.load, and save what was made of it by remesh.save."
         )
     return PickleRefusedError(
         f"{where}: a pickled {type_name[:80]} is not read. {remedy}", type_name
@@ -545,8 +545,8 @@ def _array(record: Record) -> object:
     if math.prod(extents) * element.itemsize != len(raw):
         raise ValueError("an array of other than its bytes")
     if not raw:
-        return np.zeros(extents, element)
-    flat = np.frombuffer(raw, element)
+        return np.zeros(extents, element.newbyteorder("="))
+    flat = np.frombuffer(raw, element).astype(element.newbyteorder("="))
     array = flat.reshape(extents, order="F" if is_fortran else "C").copy()
     return array.transpose(numbers(axes[0])) if axes else array
 
