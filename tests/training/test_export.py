@@ -121,7 +121,7 @@ def test_files_hold_every_tensor_once_and_no_more_than_the_limit(
 
 def test_a_module_as_safetensors(tmp_path: Path) -> None:
     model = small_model()
-    report = export_weights(model, tmp_path)
+    report = export_weights(model, tmp_path, dtype=torch.float16)
     assert report.files == ("model.safetensors",)
     assert report.tied == {"head.weight": "embed.weight"}
     assert same(load_file(tmp_path / "model.safetensors"), untied(halves(model)))
@@ -318,6 +318,8 @@ def test_states_without_weights_are_refused(tmp_path: Path) -> None:
         export_weights(small_model(), tmp_path, dtype="int8")
     with pytest.raises(ValueError, match="'safetensors' or 'pth', got 'onnx'"):
         export_weights(small_model(), tmp_path, format="onnx")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'step_1/model': .* has no '/'"):
+        export_weights(small_model(), tmp_path, name="step_1/model")
 
 
 @pytest.mark.parametrize("name", [dtype.name for dtype in DTYPES if dtype.is_opaque])

@@ -95,7 +95,7 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
     source: Any,
     path: Any,
     *,
-    dtype: str | None = "float16",
+    dtype: str | torch.dtype | None = "float16",
     format: WeightFormat = "safetensors",  # noqa: A002 - the word for it, here and elsewhere
     name: str = "model",
     entry: str | None = "model",
@@ -142,7 +142,7 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
         group: See `remesh.save`.
 
     Raises:
-        ValueError: If there is no such format.
+        ValueError: If there is no such format, or files cannot have the name.
         StateError: If there are no such weights, two get one name, a name is that of a wrapper
             which no other program knows (and `names` is None), adapters cannot be merged, weights
             would lie beside an adapter, or a value is too large for the dtype. In a file system,
@@ -154,6 +154,9 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
     started = time.monotonic()
     if format not in _FORMATS:
         raise ValueError(f"format must be 'safetensors' or 'pth', got {format!r}")
+    if "/" in name:
+        raise ValueError(f"name={name!r}: names of files begin with it, so it has no '/'")
+    dtype = None if dtype is None else str(dtype).removeprefix("torch.")
     exchange = exchange_of(group)
     state, place = _live_or_stored(source, entry)
     live = state if entry is None or place is not None else state.get(entry)
@@ -424,10 +427,7 @@ def _entries_of(tensor: _Tensor, boxes: Mapping[str, Sequence[TensorEntry]]) -> 
     entries = []
     for entry in boxes.get(tensor.source, [none]):
         parts = tuple(
-            Part(
-                part.box,
-                cast("ArrayLike", _Exported(memory_of(part.data, entry.name), tensor)),
-            )
+            Part(part.box, cast("ArrayLike", _Exported(memory_of(part.data, entry.name), tensor)))
             for part in entry.parts
         )
         entries.append(replace(entry, dtype=tensor.dtype, parts=parts))
