@@ -127,6 +127,20 @@ def test_a_run_resumes_in_another_world_size(tmp_path: Path, *, background: bool
     assert remesh.Checkpoint(tmp_path / "step_00000009").verify().ok
 
 
+@pytest.mark.parametrize("rules", [{"": None, "w": "v.w"}, {"": "v."}])
+def test_random_numbers_keep_their_names_in_a_transformation(
+    rules: dict[str, str | None], tmp_path: Path
+) -> None:
+    with Manager(tmp_path) as manager:
+        manager.save(1, {"w": np.arange(3.0)})
+    drawn = torch.rand(3)
+    target = {"v": {"w": np.zeros(3)}}
+    with Manager(tmp_path) as manager:
+        assert manager.resume(target, transform=rules)
+    assert target["v"]["w"].tolist() == [0, 1, 2]
+    assert torch.equal(torch.rand(3), drawn)
+
+
 def test_what_is_recorded(tmp_path: Path) -> None:
     for step, loss in ((1, 0.5), (2, float("nan"))):
         with Manager(tmp_path) as manager:

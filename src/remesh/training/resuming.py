@@ -393,12 +393,10 @@ def _load(
         names, reason = (), f"roles were {_axes(former)}, and are {_axes(roles.grid)}"
     stored = {name: stream for name, stream in streams.items() if name in names}
     rows = rng.rows_of(stored, roles, is_empty=True)
-    report = source.load(with_rows(state, rows if source.random is None else {}), **options)
-    if (
-        source.random is not None
-        and stored
-        and not _load_rows(exchange, source.random, rows, options)
-    ):
+    # A transformation is of the user's names; those of random numbers stay what they are.
+    random = source.random or (source if options["transform"] is not None else None)
+    report = source.load(with_rows(state, rows if random is None else {}), **options)
+    if random is not None and stored and not _load_rows(exchange, random, rows, options):
         stored, rows, reason = {}, {}, "not loaded"
     seeded = tuple(sorted(streams.keys() - stored.keys()))
 
