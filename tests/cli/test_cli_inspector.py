@@ -86,6 +86,9 @@ def test_shapes_and_types_that_differ(run_json: Any, tmp_path: Path) -> None:
     found = run_json("diff", tmp_path / "one", tmp_path / "two", exit_code=1)
 
     assert [(t["name"], t["num_different"]) for t in found["tensors"]] == [("a", None), ("b", 0)]
+    # What no statement touches is compared as it is without any.
+    command = ("diff", tmp_path / "one", tmp_path / "two", "--transform", "_ -> other")
+    assert run_json(*command, exit_code=1)["tensors"] == found["tensors"]
 
 
 def test_what_neither_floating_point_nor_a_text_shows(run_json: Any, tmp_path: Path) -> None:

@@ -93,18 +93,15 @@ def compare(
         )
         resolved = transform.resolve(known, wanted, aliases=first.index.aliases)
     only_first, only_second, both = _names_of(first.index, second.index, resolved)
-    pairs = [
-        name
-        for name in both
-        if resolved is not None or first.index[name].shape == second.index[name].shape
-    ]
+    as_is = {n for n in both if resolved is None or n in resolved.untouched}
+    pairs = [n for n in both if n not in as_is or first.index[n].shape == second.index[n].shape]
     compared: Mapping[str, tuple[int, float]] = {}
     if tolerance is not None:
         compared = _compare_values(first, second, pairs, resolved, tolerance, on_read)
     differences, num_equal = [], 0
     for name in both:
         right = second.index[name]
-        left = right if resolved is not None else first.index[name]
+        left = first.index[name] if name in as_is else right
         count, largest = compared.get(name, (None, None))
         if count or (left.dtype, left.shape) != (right.dtype, right.shape):
             dtypes, shapes = (left.dtype, right.dtype), (left.shape, right.shape)
@@ -122,7 +119,8 @@ def _names_of(
     if resolved is None:
         both = tuple(name for name in second if name in first)
         return tuple(sorted({*first} - {*second})), tuple(sorted({*second} - {*first})), both
-    made = tuple(name for name in second if resolved.sources_of(name))
+    untouched = {name for name in resolved.untouched if name in first}
+    made = tuple(name for name in second if name in untouched or resolved.sources_of(name))
     unused = tuple(name for name in resolved.unused if name in first)
     return unused, tuple(sorted({*second} - {*made})), made
 
@@ -156,7 +154,7 @@ def _compare_values(
 
 def _parts(name: str, chunk: Box, resolved: Resolved | None) -> list[_Part]:
     """The parts of the first checkpoint in a box of the second."""
-    if resolved is None:
+    if resolved is None or name in resolved.untouched:
         return [(chunk, (name, chunk), None)]
     regions = resolved.regions(name, chunk)
     return [(region.target_box, (region.source, region.source_box), region) for region in regions]
