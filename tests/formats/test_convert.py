@@ -170,10 +170,15 @@ def test_what_is_fused_for_the_ranks_of_the_source_is_taken_apart(tmp_path: Path
 
 def test_tied_tensors_are_compared_as_what_they_become(tmp_path: Path) -> None:
     a = torch.rand(2, 3)
-    remesh.save({"a": a, "b": a.clone(), "c": a + 1}, tmp_path / "a")
-    program = "a, {} -> w, tie   w -> w, dtype=bfloat16   {} -> _"
-    convert(tmp_path / "a", tmp_path / "b", format="remesh", transform=program.format("b", "c"))
-    assert torch.equal(remesh.Checkpoint(tmp_path / "b")["w"], a.bfloat16())
+    remesh.save({"a": a, "b": a.clone(), "c": a + 1, "d": a.bfloat16()}, tmp_path / "a")
+    program = "a, {} -> w, tie   w -> w, dtype=bfloat16   {} -> _   d -> _"
+    cast_first = "a -> a, dtype=bfloat16   a, d -> w, tie   b -> _   c -> _"
+    for number, text in enumerate((program.format("b", "c"), cast_first)):
+        convert(tmp_path / "a", tmp_path / f"b{number}", format="remesh", transform=text)
+        loaded = {"w": torch.zeros(2, 3, dtype=torch.bfloat16)}
+        remesh.load(loaded, tmp_path / "a", transform=text)
+        for found in (remesh.Checkpoint(tmp_path / f"b{number}"), loaded):
+            assert torch.equal(found["w"], a.bfloat16())
     with pytest.raises(StateError, match="'c' does not hold the same values"):
         convert(tmp_path / "a", tmp_path / "c", format="remesh", transform=program.format("c", "b"))
 

@@ -435,23 +435,21 @@ class _Matching:
                 self.filling.add_regions(regions, Destination(part.box.offset, memory))
                 self.note_filled(entry.name, part.box, memory, ("made", name))
             checks = resolved.checks(name, part.box)
-            expected = self.array_of(regions, part.box) if checks else None
+            expected = self.array_of(regions, part.box, entry.dtype) if checks else np.empty(0)
             for region in checks:
-                assert expected is not None
                 problem = (
                     f"{name}: {region.source} must hold the same values as "
                     f"{', '.join(resolved.sources_of(name))}, but differs in {region.source_box}"
                 )
                 # The dots keep it a view, also without dims.
                 place: tuple[Any, ...] = (*region.target_box.relative_to(part.box).slices, ...)
-                other = self.array_of((region,), region.target_box)
+                other = self.array_of((region,), region.target_box, entry.dtype)
                 self.compare(problem, expected[place], other)
 
-    def array_of(self, regions: Sequence[Region], box: Box) -> CarrierArray:
-        """Want a box of a target in its stored dtype; returns where it is going to be."""
-        made = np.zeros(box.shape, BY_NAME[self.index[regions[0].source].dtype].carrier)
-        as_stored = (dataclasses.replace(region, dtypes=()) for region in regions)
-        self.comparing.add_regions(as_stored, Destination(box.offset, HostMemory(made)))
+    def array_of(self, regions: Sequence[Region], box: Box, dtype: str) -> CarrierArray:
+        """Want a box of a target as it is going to be; returns where it is then."""
+        made = np.zeros(box.shape, BY_NAME[dtype].carrier)
+        self.comparing.add_regions(regions, Destination(box.offset, HostMemory(made)))
         return made
 
     # -- shared memory ----------------------------------------------------------------------
