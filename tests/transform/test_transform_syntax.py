@@ -249,6 +249,27 @@ def test_only_floats_are_cast() -> None:
         Transform("a -> b, dtype=float32").resolve({"a": TensorInfo("int64", (4,))})
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("n, m -> c, stack=0", "'n' is a plain value, which has no elements"),
+        ("n -> c, reshape=[1, 1]", "'n' is a plain value, which has no elements"),
+        ("n -> c, dtype=float32", "'n' is a plain value; only floats can be cast"),
+        ("a, n -> c, stack=0", "'n' is a plain value, 'a' is float32"),
+        ("n, a -> c, tie", "'a' is float32, 'n' is a plain value"),
+        ("n -> tensor", "target 'tensor' is float32, but this makes it a plain value"),
+        ("a -> plain", "target 'plain' is a plain value, but this makes it float32"),
+    ],
+)
+def test_plain_values_are_only_renamed_copied_and_tied(text: str, says: str) -> None:
+    tensor = TensorInfo("float32", ())
+    sources = {"n": None, "m": None, "a": tensor}
+    assert Transform("n -> c, d, untie   n, m -> e, tie").resolve(sources).targets["e"] is None
+    targets = {"tensor": tensor, "plain": None} if text.count(",") == 0 else None
+    with pytest.raises(TransformError, match=f"^{re.escape(says)}"):
+        Transform(text).resolve(sources, targets)
+
+
 def test_shapes_that_meet_must_fit() -> None:
     sources = {"a": TensorInfo("float32", (2, 3)), "b": TensorInfo("float32", (3, 3))}
     Transform("a, b -> c, axis=0").resolve(sources)

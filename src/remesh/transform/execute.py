@@ -24,7 +24,7 @@ from remesh.transform.operators import Ends, Operand
 from remesh.transform.optimizer_state import States
 from remesh.transform.rearrange import inverse_order, take
 from remesh.transform.syntax import Problem, nearest
-from remesh.transform.tensor_info import Infos, TensorInfo
+from remesh.transform.tensor_info import PLAIN, Infos, TensorInfo
 from remesh.transform.wildcards import Step
 
 
@@ -49,7 +49,7 @@ class Sources:
     def _make_leaf(self, name: str) -> Leaf | None:
         if name in self.infos:
             info = self.infos[name]
-            return Leaf(info.shape, info.dtype, 0, name) if info else Leaf((), None, 0, name)
+            return Leaf(info.shape, info.dtype, 0, name) if info else Leaf((), PLAIN, 0, name)
         if name in self.states.by_parameter:
             return Leaf(self.info(name).shape, None, 0, name)
         return None
@@ -177,6 +177,8 @@ class Bindings:
         operator = step.statement.operator
         try:
             nodes = [self._read(operand) for operand in step.left]
+            if nodes[0].dtype == PLAIN and not operator.passes_on:
+                raise Problem(f"{step.left[0].name!r} is a plain value, which has no elements")
             ends = self._ends_of(step, nodes) if operator.needs_ends else Ends()
             results = operator.apply(step, nodes, ends)
             return [_made(operand, n) for operand, n in zip(step.right, results, strict=True)]

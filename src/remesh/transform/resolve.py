@@ -43,7 +43,7 @@ from remesh.transform.rearrange import Rearrangement, shape_after, trace
 from remesh.transform.renames import Renames, rename_steps
 from remesh.transform.statements import Statements
 from remesh.transform.syntax import Name, listing
-from remesh.transform.tensor_info import Infos, TensorInfo
+from remesh.transform.tensor_info import PLAIN, Infos, TensorInfo
 from remesh.transform.wildcards import Expander, Step
 
 _MAX_HINTS = _MAX_SHOWN = 10
@@ -356,16 +356,19 @@ class Resolver:
         if lacking is not None:
             self.result.missing[name] = f"it is made of {lacking.name!r}, which the sources lack"
             return
+        wanted = PLAIN if info is None else info.dtype
         if info is not None:
             self.check_shape(name, name, node, info)
-            if node.dtype != info.dtype and self.cast and node.dtype is not None:
-                node = convert(node, info.dtype)
-            elif node.dtype != info.dtype:
-                raise self.bindings.error(
-                    name,
-                    f"target {name!r} is {info.dtype}, but this makes it {node.dtype}",
-                    [f"to convert it, add a statement {name} -> {name}, dtype={info.dtype}"],
-                )
+        are_tensors = PLAIN not in (wanted, node.dtype)
+        if node.dtype != wanted and self.cast and are_tensors:
+            node = convert(node, wanted)
+        elif node.dtype != wanted:
+            hint = f"to convert it, add a statement {name} -> {name}, dtype={wanted}"
+            raise self.bindings.error(
+                name,
+                f"target {name!r} is {wanted}, but this makes it {node.dtype}",
+                [hint][:are_tensors],
+            )
         self.result.plans[name] = Plan(tuple(leaf.name for leaf in self.leaves_of(name)), node)
 
     def leaves_of(self, name: str) -> tuple[Leaf, ...]:
@@ -531,8 +534,8 @@ class Resolver:
         for name in dict.fromkeys([*bindings.unread, *results]):
             node = bindings.values[name]
             if all(leaf.name in self.infos for leaf in self.leaves_of(name)):
-                info = self.infos.get(node.name) if isinstance(node, Leaf) else None
-                found[name] = TensorInfo(node.dtype, node.shape) if node.dtype else info
+                is_tensor = node.dtype and node.dtype != PLAIN
+                found[name] = TensorInfo(node.dtype or "", node.shape) if is_tensor else None
             found.update(
                 (state_name, info)
                 for state_name, info in self.output_states(name)

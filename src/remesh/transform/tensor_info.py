@@ -47,6 +47,8 @@ class TensorInfo:
 Infos = Mapping[str, TensorInfo | None]
 """Tensors by name; None stands for a plain value, which has a name but no shape."""
 
+PLAIN = "a plain value"  # what stands in place of its dtype
+
 
 def infos_of(tensors: Mapping[str, Described | None]) -> Infos:
     """Descriptions as `TensorInfo`; an index says how its tensors are cut."""
