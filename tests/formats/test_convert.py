@@ -181,15 +181,25 @@ def test_tied_tensors_are_compared_as_what_they_become(tmp_path: Path) -> None:
             assert torch.equal(found["w"], a.bfloat16())
     with pytest.raises(StateError, match="'c' does not hold the same values"):
         convert(tmp_path / "a", tmp_path / "c", format="remesh", transform=program.format("c", "b"))
+    with pytest.raises(remesh.MismatchError, match="c must hold the same values"):
+        remesh.load(loaded, tmp_path / "a", transform=program.format("c", "b"))
 
 
-def test_the_state_of_a_tied_weight_follows_its_second_name(native: Path, tmp_path: Path) -> None:
-    program = "model.1.weight -> model.out   model.0.weight -> _"
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        ("model.1.weight -> model.out   model.0.weight -> _", "out"),
+        ("model.0.weight -> _", "1.weight"),
+    ],
+)
+def test_the_state_of_a_tied_weight_follows_its_second_name(
+    program: str, name: str, native: Path, tmp_path: Path
+) -> None:
     convert(native, tmp_path / "new", format="remesh", transform=program)
     found = remesh.Checkpoint(tmp_path / "new")
     expected = remesh.Checkpoint(native)["optimizer.state.0.weight.exp_avg"]
-    assert torch.equal(found["optimizer.state.out.exp_avg"], expected)
-    assert found.lists == {"optimizer.param_groups.0.params": ["out", "0.bias", "1.bias"]}
+    assert torch.equal(found[f"optimizer.state.{name}.exp_avg"], expected)
+    assert found.lists == {"optimizer.param_groups.0.params": [name, "0.bias", "1.bias"]}
 
 
 def test_a_tied_weight_stays_in_its_group_once(native: Path, tmp_path: Path) -> None:

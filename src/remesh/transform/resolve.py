@@ -521,11 +521,17 @@ class Resolver:
         and the optimizer states of all of these.
         """
         bindings, targets = self.bindings, self.given_targets or {}
-        bound = (bindings.values, bindings.deleted, bindings.added)
+        bound = {*bindings.values, *bindings.deleted, *bindings.added}
+        states = self.sources.states
         found: dict[str, TensorInfo | None] = {}
         for name, info in self.infos.items():
-            names = {name, self.sources.states.parameter_of(name)}
-            if any(touched in group for touched in names for group in bound):
+            parameter = states.parameter_of(name)
+            names = {name, parameter}
+            if parameter in bindings.deleted and name not in bound:
+                # Another name of a tied weight may be left, and has the state then.
+                for other in sorted({*self.sources.names_of(parameter)} - bound)[:1]:
+                    found[states.by_name[name].name_for(other, self.called)] = info
+            if not bound.isdisjoint(names):
                 continue
             if targets.keys().isdisjoint(names) and not bindings.read.keys().isdisjoint(names):
                 continue
