@@ -317,6 +317,35 @@ def test_exchanged_parameters_are_in_the_groups_that_they_were_in(
         assert torch.equal(adam.state[target[one]]["exp_avg"], expected)
 
 
+@pytest.mark.parametrize("how", ["loaded", "converted"])
+def test_joined_parameters_without_state_are_in_the_group_of_their_parts(
+    how: str, tmp_path: Path
+) -> None:
+    """Also if names of the optimizer end names of several parameters."""
+
+    def job(*joined: str) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
+        inner = nn.ModuleDict({"norm": nn.Linear(2, 2, bias=False)})
+        own = {name: nn.Linear(2, 4 // len(joined), bias=False) for name in joined}
+        model = nn.ModuleDict({**own, "norm": nn.Linear(2, 2, bias=False), "inner": inner})
+        groups = [{"params": [own[name].weight for name in joined]}]
+        groups.append(
+            {"params": [p for n, p in model.named_parameters() if "norm" in n], "lr": 0.25}
+        )
+        return model, torch.optim.SGD(groups, lr=0.5)
+
+    source, sgd = job("q", "k")
+    remesh.save({"model": source, "optimizer": sgd}, tmp_path / "a")
+    program: Any = "model.q.weight, model.k.weight -> model.qk.weight, axis=0"
+    if how == "converted":
+        convert(tmp_path / "a", tmp_path / "b", format="remesh", transform=program)
+    target, loaded = job("qk")
+    for group in loaded.param_groups:
+        group["lr"] = 9.0
+    place, again = (tmp_path / "b", None) if how == "converted" else (tmp_path / "a", program)
+    remesh.load({"model": target, "optimizer": loaded}, place, transform=again)
+    assert [group["lr"] for group in loaded.param_groups] == [0.5, 0.25]
+
+
 @pytest.mark.parametrize("program", ["w -> x, y, axis=0", "w -> x  w^T -> y", "w -> x  v -> y"])
 def test_a_tied_weight_is_made_of_the_same_elements_under_each_name(
     program: str, tmp_path: Path

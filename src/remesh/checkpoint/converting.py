@@ -227,8 +227,7 @@ def _chosen(contents: Contents, only: str | Sequence[str]) -> Contents:
     names = [*index, *document.values, *document.lists, *document.objects]
     known, chosen = set(names), set[str]()
     for pattern in patterns:
-        is_name = pattern in known
-        found = [pattern] if is_name else fnmatch.filter(names, pattern)
+        found = [pattern] if pattern in known else fnmatch.filter(names, pattern)
         if not found:
             raise StateError(f"no stored name fits {pattern!r}; remesh ls lists the names")
         chosen.update(found)
@@ -288,9 +287,8 @@ def describe_stored(
         tensors: Mapping[str, Described] = dict(index)
         plain = {name: name for name in (*document.values, *document.lists, *document.objects)}
     else:
-        made = {name: info for name, info in resolved.targets.items() if info is not None}
-        tensors = made
-        plain = {n: _source_of_value(resolved, n) for n in resolved.targets if n not in made}
+        tensors = {name: info for name, info in resolved.targets.items() if info is not None}
+        plain = {n: _source_of_value(resolved, n) for n in resolved.targets if n not in tensors}
         _check_equal(source, resolved)
         lists = {name: document.lists[old] for name, old in plain.items() if old in document.lists}
         if lists and {n: resolved.sources_of(n) for n in tensors} != {n: (n,) for n in index}:

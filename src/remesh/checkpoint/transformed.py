@@ -125,13 +125,11 @@ class TransformedState:
                     owners = {one.removeprefix(old_root).rpartition(".")[0] for one in sources}
                     name = made.removeprefix(new_root).rpartition(".")[0]
                 else:  # also a parameter without state, which is frozen or was not stepped yet
-                    keys = sources[0].split(".") if len(sources) == 1 else []
-                    endings = (".".join(keys[start:]) for start in range(len(keys)))
-                    owner = next((one for one in endings if one in home), "")
+                    owners = {_ending_in(home, source) for source in sources}
+                    owner = _ending_in(home, sources[0]) if sources else ""
                     prefix = sources[0].removesuffix(owner) if owner else ""
                     name = short_name(prefix, owner, made, self.called)
-                    owners = {owner}
-                for place in (home[owner] for owner in owners if owner in home):
+                for place in (home[o] for o in owners if o in home and "" not in owners):
                     lists.setdefault(name, set()).add(place)
             for short, found in lists.items():
                 for name in found or {home[short]}:
@@ -158,6 +156,12 @@ class TransformedState:
                 break
             found.append(((*path, *name.removeprefix(prefix).split(".")), name))
         return found
+
+
+def _ending_in(home: Container[str], name: str) -> str:
+    """The longest ending of a name that an optimizer has; empty if it has none."""
+    keys = name.split(".")
+    return next((one for n in range(len(keys)) if (one := ".".join(keys[n:])) in home), "")
 
 
 def describe_transformed(
@@ -347,12 +351,11 @@ def _common_keys(name: str, path: Path) -> tuple[int, int]:
 
 def _owner_of(name: str, shorts: Iterable[str], index: Index) -> str:
     """The prefix of the names of a list, of an optimizer that has no state yet."""
-    found = {
-        stored.removesuffix(short)
+    fitting = [
+        {stored.removesuffix(short) for stored in index if f".{stored}".endswith(f".{short}")}
         for short in shorts
-        for stored in index
-        if stored == short or stored.endswith(f".{short}")
-    }
+    ]
+    found = set.intersection(*filter(None, fitting)) if any(fitting) else set()
     if len(found) == 1:
         return found.pop()
     raise StateError(
