@@ -18,6 +18,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from torch import nn
 
 import remesh
 from remesh.checkpoint import convert
@@ -206,6 +207,31 @@ def test_a_tied_weight_stays_in_its_group_once(native: Path, tmp_path: Path) -> 
     convert(native, tmp_path / "new", format="remesh", transform="model.0.bias -> model.b")
     found = remesh.Checkpoint(tmp_path / "new")
     assert found.lists == {"optimizer.param_groups.0.params": ["0.weight", "b", "1.bias"]}
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_copies_of_a_parameter_with_more_dots_keep_group_and_moments(
+    steps: int, tmp_path: Path
+) -> None:
+    source = nn.ParameterDict({"norm": torch.rand(2), "x": torch.rand(2)})
+    adam = torch.optim.AdamW(source.parameters(), lr=0.5)
+    source["x"].grad, source["norm"].grad = torch.ones(2), torch.rand(2) if steps else None
+    adam.step()
+    remesh.save({"model": source, "optimizer": adam}, tmp_path / "a")
+    program = "model.norm -> model.norm.weight, model.a.b.c, untie"
+    convert(tmp_path / "a", tmp_path / "b", format="remesh", transform=program)
+    inner = nn.ModuleDict({"b": nn.ParameterDict({"c": torch.zeros(2)})})
+    norm = nn.ParameterDict({"weight": torch.zeros(2)})
+    target = nn.ModuleDict({"norm": norm, "a": inner})
+    target.register_parameter("x", nn.Parameter(torch.zeros(2)))
+    other = torch.optim.AdamW(target.parameters(), lr=9.0)
+    remesh.load({"model": target, "optimizer": other}, tmp_path / "b")
+    assert other.param_groups[0]["lr"] == 0.5
+    for copy in (norm["weight"], target.get_parameter("a.b.c")):
+        assert torch.equal(copy, source["norm"])
+        assert bool(other.state[copy]) == bool(steps)
+        if steps:
+            assert torch.equal(other.state[copy]["exp_avg"], adam.state[source["norm"]]["exp_avg"])
 
 
 def test_only_some_names_are_converted(native: Path, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from remesh.transform import (
     infos_of_boxes,
     short_name,
 )
+from remesh.transform.optimizer_state import SLOTS
 
 Infos = Mapping[str, TensorInfo | None]
 _Table = tuple[bytes, list[str], list[str]]
@@ -283,8 +284,9 @@ def renamed_lists(
             targets = made.get(source, [])
             tied = [target for target in targets if resolved.is_whole(target)]
             first = min(tied, key=lambda one: one in index.aliases, default="")
+            copied = resolved.sources_of(first)  # of it, others are copies and no ties
             for target in targets:
-                is_tied = target in tied and target != first
+                is_tied = target in tied and resolved.sources_of(target) != copied
                 if is_tied and short_name(owner, short, target) not in has_state:
                     continue  # the optimizer knows a tied weight by one name
                 others = sources[target].difference(members.values())
@@ -301,23 +303,22 @@ def renamed_lists(
 def renamed_path(name: str, old: Path) -> Path:
     """The path of a new name, of which the old one had a path."""
     head, tail = _common_keys(name, old)
+    at = max((n for n, key in enumerate(old[:-2], 1) if key == "state"), default=0)
+    start = name_of((*old[:at], ""))
+    if at and tail and name.startswith(start) and str(old[at]) not in SLOTS:
+        # What an optimizer calls a parameter is one key, whatever dots it has.
+        keys = old[max(len(old) - tail, at + 1) :]
+        return (*old[:at], name[len(start) : len(name) - len(name_of(("", *keys)))], *keys)
     keys = old[len(old) - tail :]
     text = name[: len(name) - len(name_of(keys))].rstrip(".") if keys else name
     text = f"{text}."[len(name_of((*old[:head], ""))) if head else 0 :].rstrip(".")
     between = old[head : len(old) - tail]
     if not text:
         return (*old[:head], *keys)
-    if _is_prefix(old[:head], between, keys):
+    if head and not between and "." in name_of(keys[:1]):
         return (*old[:head], f"{text}.{keys[0]}", *keys[1:])
     is_key = any("." in key for key in between if isinstance(key, str))
     return (*old[:head], *((text,) if is_key else cut_name(text)), *keys)
-
-
-def _is_prefix(head: Path, between: Path, keys: Path) -> bool:
-    """True if what comes between keys is a prefix of the next key, the name of a parameter."""
-    is_state = head[-1:] == ("state",) and len(keys) > 1
-    is_dotted = isinstance(keys[0], str) and "." in keys[0] if keys else False
-    return bool(head) and not between and (is_state or is_dotted)
 
 
 def renamed_sequences(
