@@ -76,8 +76,11 @@ def read_arrays(builder: IndexBuilder, paths: Sequence[str]) -> dict[str, dict[s
 def _arrays_in(head: bytes, path: str, size: int, where: str) -> dict[str, StoredArray]:
     """The tensors of a file, from its beginning."""
     header = safetensors_file.decode_header(head, where)
-    ranges = [entry.data_offsets for entry in header.entries.values()]
-    num_bytes = sum(stop - start for start, stop in ranges)  # without holes, and none twice
+    ranges = sorted(entry.data_offsets for entry in header.entries.values())
+    ends = [0, *(stop for _, stop in ranges)]
+    if [start for start, _ in ranges] != ends[:-1]:
+        raise damaged(where, "its tensors overlap, or some bytes between them belong to none")
+    num_bytes = ends[-1]
     if header.data_start + num_bytes != size:
         raise damaged(
             where, f"has {size} bytes, but its header says {header.data_start + num_bytes}"
