@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -75,6 +77,44 @@ def test_what_waits_for_the_store_raises_and_other_connections_stay() -> None:
             waiting.result(60)
         far.sendall(b"x")
         assert near.recv(8) == b"x"
+
+
+class Dying(dist.Store):
+    """The store as a rank sees it that dies when it has said where it listens."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        raise ConnectionResetError(key)
+
+
+@pytest.mark.parametrize("number", range(8))  # who waits for the other is a matter of chance
+def test_what_makes_a_group_with_a_dead_rank_goes_on(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    store = dist.HashStore()  # type: ignore[attr-defined] # not said to be exported
+    rank_0 = dist.PrefixStore("0//cpu/", store)
+    with pytest.raises(RuntimeError):
+        dist.ProcessGroupGloo(Dying(rank_0), 1, 2, timedelta(minutes=4))
+    left = threading.Event()
+
+    def leave() -> None:
+        while not left.wait(0.1):
+            break_collectives(0)
+
+    with ThreadPoolExecutor() as pool, contextlib.suppress(RuntimeError):
+        pool.submit(leave)
+        try:
+            dist.init_process_group("gloo", store=store, rank=0, world_size=2)
+        finally:
+            left.set()
+            leave_groups()
 
 
 def test_a_group_whose_making_was_interrupted_takes_no_number() -> None:

@@ -9,7 +9,8 @@ shut the connections down would not be enough: while one has a message for a rec
 already, gloo does not read it, and does not notice its end.
 
 A process may also wait at the store of the world for a rank that has died. Its connections to the
-store are shut down.
+store are shut down. And one that makes a group waits until each rank that has a smaller address
+has connected, which a dead one never does. It gets connections that end at once in their place.
 
 NCCL's communicators are aborted at the same time, each in a thread: one frees memory of the device,
 which waits for what another one still has running there.
@@ -21,8 +22,10 @@ import contextlib
 import logging
 import os
 import socket
+import struct
 import sys
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -48,6 +51,7 @@ def break_collectives(store_port: int) -> None:
             with contextlib.suppress(RuntimeError):  # it times out, or this connection has failed
                 backend.recv([torch.empty(1, device="cpu")], peer, _TAG).wait(_SHORT)
     _shut_down_connections(store_port)
+    _connect_for_peers(store_port)
 
 
 def abort_nccl() -> None:
@@ -99,10 +103,36 @@ def leave_groups() -> None:
 
 def _shut_down_connections(port: int) -> None:
     """Shut down the connections of this process that have a port at either end."""
+    for one in _sockets():
+        with contextlib.suppress(OSError):  # it is not connected
+            if port in (one.getsockname()[1], one.getpeername()[1]):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def _connect_for_peers(store_port: int) -> None:
+    """If the main thread makes a group, connect to what listens here as the peers of gloo would.
+
+    A peer says first for which pair of ranks a connection is; gloo counts those of a group.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - public
+    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
+        frame = frame.f_back
+    for listener in () if frame is None else _sockets():
+        address = listener.getsockname()
+        is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if is_listening and address[1] != store_port:
+            for pair in range(int(os.environ.get("WORLD_SIZE", "1"))):
+                with contextlib.suppress(OSError), socket.socket(listener.family) as peer:
+                    peer.settimeout(1)
+                    peer.connect(address)
+                    peer.sendall(struct.pack("n", pair))
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """The internet sockets of this process, each to be used until the next one is asked for."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it is not connected, or was closed meanwhile
+        with contextlib.suppress(OSError):  # it was closed meanwhile
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as one:
-                    is_internet = one.family in (socket.AF_INET, socket.AF_INET6)
-                    if is_internet and port in (one.getsockname()[1], one.getpeername()[1]):
-                        one.shutdown(socket.SHUT_RDWR)
+                    if one.family in (socket.AF_INET, socket.AF_INET6):
+                        yield one
