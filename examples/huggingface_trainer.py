@@ -47,7 +47,8 @@ def train(args: argparse.Namespace, data: Dataset[dict[str, torch.Tensor]]) -> T
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
     )
-    with remesh.Manager(f"{args.directory}/checkpoints", every=args.every, keep=3) as manager:
+    root, memory_every = f"{args.directory}/checkpoints", args.memory_every
+    with remesh.Manager(root, every=args.every, keep=3, memory_every=memory_every) as manager:
         callback = RemeshCallback(manager)
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
         trainer.train(resume_from_checkpoint=callback.resume_point())
@@ -59,6 +60,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--directory", default="run")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--every", type=int, default=3, help="steps from save to save")
+    parser.add_argument("--memory-every", type=int, help="the same for snapshots in memory")
     return parser.parse_args(words)
 
 

@@ -89,7 +89,9 @@ def _own_loop(
     return Ended(max(samples), weights_of(model), samples)
 
 
-def huggingface(directory: Path, every: int, cut_at: int | None = None) -> Ended:
+def huggingface(
+    directory: Path, every: int, cut_at: int | None = None, words: tuple[str, ...] = ()
+) -> Ended:
     pytest.importorskip("transformers")
     example = load_example("huggingface_trainer")
 
@@ -104,12 +106,19 @@ def huggingface(directory: Path, every: int, cut_at: int | None = None) -> Ended
             self.num_read += 1
             return super().__getitem__(index)
 
-    words = ["--directory", str(directory), "--every", str(every)]
-    trainer = example.train(example.parse_args(words), Data())
+    words = ("--directory", str(directory), "--every", str(every), *words)
+    trainer = example.train(example.parse_args([*words]), Data())
     losses = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
     # A loss is logged of the steps since the last one, also if the launch began in between.
     others = losses[2], losses[8], trainer.lr_scheduler.state_dict()
     return Ended(trainer.state.global_step, weights_of(trainer.model), others=others)
+
+
+def huggingface_in_memory(directory: Path, every: int, cut_at: int | None = None) -> Ended:
+    """With a snapshot that is newer than the newest checkpoint."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REMESH_SNAPSHOT_DIR", str(directory / "memory"))
+        return huggingface(directory, every, cut_at, ("--memory-every", "1"))
 
 
 def lightning(
@@ -139,6 +148,7 @@ def lightning(
         pytest.param(plain_loop, 3, 11, 9, id="plain loop"),
         pytest.param(accelerate, 3, 8, 6, id="Accelerate"),
         pytest.param(huggingface, 3, 4, 3, id="Trainer, middle of an epoch"),
+        pytest.param(huggingface_in_memory, 4, 6, 4, id="Trainer, from memory"),
         pytest.param(huggingface, 4, 4, 4, id="Trainer, end of an epoch", marks=pytest.mark.slow),
         pytest.param(lightning, 3, 7, 6, id="Lightning, middle of an epoch"),
         pytest.param(lightning, 4, 10, 8, id="Lightning, end of an epoch", marks=pytest.mark.slow),

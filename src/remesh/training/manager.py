@@ -564,6 +564,13 @@ class Manager:
             live=source.kind == "live",
         )
 
+    def _peek(self, state: Any) -> bool:
+        """Fill a part of a state as `resume` would, if there is anything to resume. Collective."""
+        options = {"missing": "error", "cast": False, "transform": None, "on_event": self._on_event}
+        sources, _ = self._sources()
+        args = self._exchange, self._storage, sources, state, self._recorder, options
+        return resuming.load_newest(*args) is not None
+
     def _sources(self) -> tuple[list[Source], list[tuple[str, str]]]:
         """The sources to resume from, the newest first; and the snapshots that fail, and why."""
         sources = resuming.stored_sources(self._exchange, self._storage, self._root)

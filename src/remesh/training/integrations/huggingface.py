@@ -28,10 +28,7 @@ from typing import Any
 import safetensors.numpy
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from remesh.checkpoint import Checkpoint
-from remesh.checkpoint.local import exchange_of
-from remesh.errors import CheckpointError
-from remesh.exchange import run_on_one
+from remesh.errors import CheckpointError, MismatchError
 from remesh.training.manager import Manager
 from remesh.training.rng import rewind_of_streams
 
@@ -71,25 +68,20 @@ class RemeshCallback(TrainerCallback):
         Raises:
             CheckpointError: If the newest checkpoint was not saved by this callback.
         """
-
-        def look() -> bytes:
-            latest = self._manager.latest
-            if latest is None:
-                return b""
-            progress = Checkpoint(latest.path).values.get(_PROGRESS)
-            if not isinstance(progress, str):
-                raise CheckpointError(
-                    f"{latest.path} holds no state of a Trainer\nGive the manager a directory of "
-                    "its own, or load the weights with remesh.load before training"
-                )
-            return progress.encode()
-
-        progress = run_on_one(exchange_of(None), look)
-        if not progress:
-            return None
+        found: dict[str, Any] = {_PROGRESS: ""}
+        try:
+            if not self._manager._peek(found):  # noqa: SLF001 - of this room
+                return None
+        except MismatchError:
+            found = {_PROGRESS: None}
+        if not isinstance(found[_PROGRESS], str):
+            raise CheckpointError(
+                "the newest checkpoint holds no state of a Trainer\nGive the manager a directory "
+                "of its own, or load the weights with remesh.load before training"
+            )
         self._resuming = tempfile.TemporaryDirectory(prefix="remesh-resume-")
         folder = Path(self._resuming.name)
-        (folder / "trainer_state.json").write_bytes(progress)
+        (folder / "trainer_state.json").write_text(found[_PROGRESS])
         safetensors.numpy.save_file({}, folder / "model.safetensors", {"format": "pt"})
         return str(folder)
 
