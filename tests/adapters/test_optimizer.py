@@ -388,6 +388,36 @@ def test_existing_state_is_filled_in_place_and_other_dtypes_are_kept() -> None:
     assert torch.equal(live["exp_avg"], stored["exp_avg"])
 
 
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.NAdam])
+@pytest.mark.parametrize("widens", [True, False])
+def test_state_is_cast_as_its_parameter_is(make: Make, widens: bool, steps_before: int) -> None:
+    narrow, wide = job(), job()
+    narrow["model"].bfloat16()
+    for one in (narrow, wide):
+        one["optim"] = make(one["model"].parameters())
+    source, target = (narrow, wide) if widens else (wide, narrow)
+    for one, steps in ((source, 2), (target, steps_before)):
+        for _ in range(steps):
+            for parameter in one["model"].parameters():
+                parameter.grad = torch.randn_like(parameter)
+            one["optim"].step()
+    storage = MemoryStorage()
+    remesh.save(source, storage)
+    with pytest.raises(remesh.MismatchError, match=r"0\.weight: dtype .* \(cast=True converts\)"):
+        remesh.load(target, storage)
+    remesh.load(target, storage, cast=True)
+    for name, parameter in target["model"].named_parameters():
+        stored, loaded = of(source, name), of(target, name)
+        assert stored.keys() == loaded.keys()
+        for key, value in stored.items():
+            dtype = parameter.dtype if value.ndim else value.dtype
+            assert loaded[key].dtype == dtype
+            assert torch.equal(loaded[key], value.to(dtype))
+        parameter.grad = torch.randn_like(parameter)
+    target["optim"].step()
+
+
 class Nested(torch.optim.SGD):
     """Keeps nested state, state of its own, and something more in its state dict."""
 

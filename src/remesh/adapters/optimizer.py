@@ -427,6 +427,8 @@ def _target(
     if not found:
         return None
     dtype = torch_dtype(found[0][1][0])
+    if suffix[-1] != "step" and _follows_dtype(stored, *found[0], tensor.tensor):
+        dtype = live.dtype if isinstance(live, torch.Tensor) else tensor.tensor.dtype
     shapes = [_resized(stored, place, tensor, shape) for place, (_, shape) in found]
     is_shard = suffix[-1] != "step" and all(
         place.shards is not None and place.shards.global_shape == shape
@@ -552,6 +554,19 @@ def _check_same(leaf: object, other: object, where: str) -> None:
             "it\n"
             f"They are {other!r} and {leaf!r} but it must be one value"
         )
+
+
+def _follows_dtype(
+    stored: Stored, place: Placed, found: tuple[str, tuple[int, ...]], parameter: torch.Tensor
+) -> bool:
+    """True if stored state takes on another dtype, as its parameter does, whose dtype it has.
+
+    An optimizer steps only with state of the form that it makes. A number is none of that kind.
+    """
+    known = None if place.full_name is None else stored.tensor(place.full_name)
+    if known is None or known[0] != found[0] or (known[1] and not found[1]):
+        return False
+    return parameter.is_floating_point() and torch_dtype(found[0]) != parameter.dtype
 
 
 def _resized(
