@@ -97,6 +97,8 @@ def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.Mon
         (partial(remesh.load, {}, "x"), {"missing": "skip"}, "must be 'error' or 'keep', not"),
         (partial(remesh.load, {}, "x"), {"unexpected": True}, "must be 'ignore' or 'error'"),
         (partial(remesh.load, {}, "x"), {"cast": "float32"}, "cast= must be True or False"),
+        (partial(remesh.load, {}, "x"), {"share_reads": "no"}, "share_reads= must be True or "),
+        (partial(remesh.load, {}, "x"), {"timeout": "60"}, "timeout= must be a number of seconds"),
         (partial(remesh.reshard, {}, {}), {"missing": "kep"}, ": missing= must be "),
         (partial(remesh.reshard, {}, {}), {"unexpected": "eror"}, ": unexpected= must be "),
         (partial(remesh.reshard, {}, {}), {"cast": "false"}, ": cast= must be "),

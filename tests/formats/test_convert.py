@@ -241,6 +241,8 @@ def test_only_some_names_are_converted(native: Path, tmp_path: Path) -> None:
     assert set(remesh.Checkpoint(tmp_path / "part")) == {"model.1.bias", "step"}
     with pytest.raises(StateError, match=r"no stored name fits 'net\.\*'"):
         convert(native, tmp_path / "none", format="remesh", only="net.*")
+    with pytest.raises(StateError, match="only= names nothing"):
+        convert(native, tmp_path / "none", format="remesh", only=[])
 
 
 def test_no_tensor_is_ever_whole_in_memory(tmp_path: Path) -> None:

@@ -261,6 +261,6 @@ def test_allowed_names_run_by_the_users_decision(tmp_path: Path) -> None:
     # What an allowed call gives is not called in turn.
     data = call(call(name("builtins.getattr"), name("os.system"), text("x")), text("y")) + b"."
     (tmp_path / "y.pt").write_bytes(archive(data))
-    found = remesh.Checkpoint(tmp_path / "y.pt", allow=["builtins.getattr"]).values["value"]
+    found = remesh.Checkpoint(tmp_path / "y.pt", allow="builtins.getattr").values["value"]
     assert isinstance(found, UnresolvedValue)
     assert "what another call" in found.type_name

@@ -90,7 +90,6 @@ def check_same_options(options: Sequence[tuple[str | None, ...]]) -> None:
     other = next((rank for rank, one in enumerate(options) if one != options[0]), None)
     if other is not None:
         raise StateError(
-            f"ranks 0 and {other} disagree about buffers, verify_replicas, format or "
-            "compress\n"
+            f"ranks 0 and {other} disagree about buffers, verify_replicas, format or compress\n"
             f"They are {options[0]} and {options[other]}; pass the same on all ranks"
         )

@@ -223,6 +223,8 @@ def _chosen(contents: Contents, only: str | Sequence[str]) -> Contents:
     patterns = [only] if isinstance(only, str) else list(only)
     if "*" in patterns:
         return contents
+    if not patterns:
+        raise StateError("only= names nothing to convert; leave it away to convert everything")
     index, document = contents.index, contents.document
     names = [*index, *document.values, *document.lists, *document.objects]
     known, chosen = set(names), set[str]()

@@ -29,7 +29,13 @@ import msgspec
 import numpy as np
 
 from remesh.catalog import explained_absence
-from remesh.checkpoint.arguments import check_choice, check_flag, check_order, check_target
+from remesh.checkpoint.arguments import (
+    check_choice,
+    check_flag,
+    check_order,
+    check_seconds,
+    check_target,
+)
 from remesh.checkpoint.buffers import without_buffers_of_ranks
 from remesh.checkpoint.local import (
     describe_local,
@@ -140,6 +146,10 @@ def load(  # noqa: PLR0913 - the options of a load, each of which stands for its
     with Outcome() as checked:
         check_order("load", state, path)
         check_target("load", state)
+        if share_reads is not None:
+            check_flag("load", "share_reads", share_reads)
+        if timeout is not None:
+            check_seconds("load", "timeout", timeout)
         options = checked_options("load", missing, unexpected, cast, transform)
         place = place_of(path, format, allow)
         checked.reply = repr((options.transform is not None, share_reads)).encode()

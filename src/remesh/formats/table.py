@@ -140,7 +140,8 @@ def place_of(source: Any, name: str | None = None, allow: Iterable[str] = ()) ->
         is_file = any(one.files is not None and one.files.fullmatch(last) for one in FORMATS)
         if is_file and not os.path.isdir(text):
             storage, file = folder or ("/" if text.startswith("/") else "."), last
-    return Place(open_storage(storage), known, tuple(allow), file)
+    allowed = (allow,) if isinstance(allow, str) else tuple(allow)
+    return Place(open_storage(storage), known, allowed, file)
 
 
 def _read_as(name: str) -> Format:
