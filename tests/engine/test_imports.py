@@ -123,3 +123,24 @@ print(remesh.Checkpoint(place).values)
     assert "converted to float32 by torch, which is not installed\nInstall it with: " in printed
     assert printed.endswith("{'step': 3}\n")
     assert remesh.Checkpoint(tmp_path / "without").read_array("h").dtype == np.float16
+
+
+def test_objects_with_a_state_dict_are_saved_and_loaded_in_a_process_without_torch(
+    tmp_path: Path,
+) -> None:
+    code = """
+import sys, remesh
+class Counter:
+    def __init__(self, step):
+        self.step = step
+    def state_dict(self):
+        return {"step": self.step}
+    def load_state_dict(self, state):
+        self.step = state["step"]
+assert "torch" not in sys.modules
+remesh.save({"counter": Counter(5)}, sys.argv[1])
+counter = Counter(0)
+remesh.load({"counter": counter}, sys.argv[1])
+assert counter.step == 5
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], check=True, timeout=120)

@@ -44,13 +44,7 @@ from remesh.checkpoint.local_boxes import BoxesMessage, decode_local_boxes, enco
 from remesh.checkpoint.replacing import existing_checkpoint
 from remesh.checkpoint.sharing import check_same_place, check_space, check_visible, is_one_directory
 from remesh.checkpoint.stream_layout import RankStream, lay_out
-from remesh.checkpoint.unchanged import (
-    History,
-    OwnFile,
-    keep_frozen,
-    own_files,
-    remove_paths,
-)
+from remesh.checkpoint.unchanged import History, OwnFile, keep_frozen, own_files, remove_paths
 from remesh.core import values
 from remesh.core.collector import gc_paused
 from remesh.core.geometry import BoolArray, Box, IntArray

@@ -1,7 +1,7 @@
 """This process's part of a save or load: its exchange, and its state as boxes in memory.
 
-torch is never imported here on its own account. A process that has not imported torch holds no
-torch objects, so there is nothing that the torch adapters could find in its state.
+A process that has not imported torch holds no torch objects. Its state is described without the
+adapters, and torch is not imported, unless there are objects with a state dict in it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -20,21 +21,9 @@ import numpy.typing as npt
 
 from remesh.checkpoint.buffers import own_buffers
 from remesh.core.geometry import Box, IntArray
-from remesh.core.memory import (
-    CopyQueue,
-    Device,
-    HostMemory,
-    Memory,
-    memory_of_numpy,
-)
+from remesh.core.memory import CopyQueue, Device, HostMemory, Memory, memory_of_numpy
 from remesh.core.sharded import ArrayLike, Part
-from remesh.core.state import (
-    Description,
-    Role,
-    Stored,
-    TensorEntry,
-    describe,
-)
+from remesh.core.state import Description, Path, Rebuild, Role, Stored, TensorEntry, Walk, describe
 from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import NameCollisionError, StateError
 from remesh.exchange import Alone, Exchange
@@ -70,7 +59,7 @@ def describe_local(
     if isinstance(state, Description):
         description = state
     elif "torch" not in sys.modules:
-        description = describe(state, stored=stored)
+        description = describe(state, _describe_stateful, stored)
     else:
         from remesh.adapters import describe_leaf
 
@@ -78,6 +67,16 @@ def describe_local(
     if stored is not None and rank is not None:
         description.tensors = own_buffers(description.tensors, stored, rank)
     return description
+
+
+def _describe_stateful(walk: Walk, path: Path, node: Any) -> Rebuild | None:
+    """Describe an object with a state dict, if torch is installed; None for all else."""
+    is_stateful = hasattr(node, "state_dict") and hasattr(node, "load_state_dict")
+    if not is_stateful or find_spec("torch") is None:
+        return None
+    from remesh.adapters import describe_leaf
+
+    return describe_leaf(walk, path, node)
 
 
 def describe_weights(state: Any) -> Description:
