@@ -234,6 +234,24 @@ def test_copies_of_a_parameter_with_more_dots_keep_group_and_moments(
             assert torch.equal(other.state[copy]["exp_avg"], adam.state[source["norm"]]["exp_avg"])
 
 
+def test_an_optimizer_and_its_parameter_get_new_names_at_once(tmp_path: Path) -> None:
+    source = nn.ParameterDict({"x": torch.rand(2)})
+    adam = torch.optim.AdamW(source.parameters())
+    source["x"].grad = torch.rand(2)
+    adam.step()
+    remesh.save({"model": source, "optimizer": adam}, tmp_path / "a")
+
+    def rename(name: str) -> str:
+        return name.replace("optimizer.", "opt.").replace("model.x", "model.a.y")
+
+    convert(tmp_path / "a", tmp_path / "b", format="remesh", transform=rename)
+    target = nn.ModuleDict({"a": nn.ParameterDict({"y": torch.zeros(2)})})
+    other = torch.optim.AdamW(target.parameters())
+    remesh.load({"model": target, "opt": other}, tmp_path / "b")
+    [moments] = other.state.values()
+    assert torch.equal(moments["exp_avg"], adam.state[source["x"]]["exp_avg"])
+
+
 def test_only_some_names_are_converted(native: Path, tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"is tied to model\.0\.weight, which"):
         convert(native, tmp_path / "alone", format="remesh", only="model.1.weight")

@@ -304,11 +304,14 @@ def renamed_path(name: str, old: Path) -> Path:
     """The path of a new name, of which the old one had a path."""
     head, tail = _common_keys(name, old)
     at = max((n for n, key in enumerate(old[:-2], 1) if key == "state"), default=0)
-    start = name_of((*old[:at], ""))
+    start, place = name_of((*old[:at], "")), old[:at]
+    if at and ".state." in name and not name.startswith(start):  # the optimizer has a new place
+        start = name[: name.index(".state.") + len(".state.")]
+        place = cut_name(start[:-1])
     if at and tail and name.startswith(start) and str(old[at]) not in SLOTS:
         # What an optimizer calls a parameter is one key, whatever dots it has.
         keys = old[max(len(old) - tail, at + 1) :]
-        return (*old[:at], name[len(start) : len(name) - len(name_of(("", *keys)))], *keys)
+        return (*place, name[len(start) : len(name) - len(name_of(("", *keys)))], *keys)
     keys = old[len(old) - tail :]
     text = name[: len(name) - len(name_of(keys))].rstrip(".") if keys else name
     text = f"{text}."[len(name_of((*old[:head], ""))) if head else 0 :].rstrip(".")
