@@ -4,7 +4,7 @@ In gloo only the neighbours of a dead rank get an error; the others wait for the
 `abort` of the gloo backend does not wake them, and `destroy_process_group` leaves the connections
 open while modules hold the group. What wakes a thread in a collective is that another operation of
 its group times out: gloo then fails all that is pending in the group and closes its connections,
-so the collectives of the peers raise as well. A receive of a message that nobody sends does it. To
+so the collectives of the peers raise as well. A receive of a message that no rank sends does it. To
 shut the connections down would not be enough: while one has a message for a receive that has failed
 already, gloo does not read it, and does not notice its end.
 
@@ -32,7 +32,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 _TAG = 0x7E3E5
-"""Of the message that nobody sends."""
+"""Of the message that no rank sends."""
 _SHORT = timedelta(milliseconds=1)
 
 _left: list[Any] = []
