@@ -327,10 +327,11 @@ def test_joined_parameters_without_state_are_in_the_group_of_their_parts(
         inner = nn.ModuleDict({"norm": nn.Linear(2, 2, bias=False)})
         own = {name: nn.Linear(2, 4 // len(joined), bias=False) for name in joined}
         model = nn.ModuleDict({**own, "norm": nn.Linear(2, 2, bias=False), "inner": inner})
-        groups = [{"params": [own[name].weight for name in joined]}]
-        groups.append(
-            {"params": [p for n, p in model.named_parameters() if "norm" in n], "lr": 0.25}
-        )
+        norms = [p for n, p in model.named_parameters() if "norm" in n]
+        groups: list[dict[str, Any]] = [
+            {"params": [own[name].weight for name in joined]},
+            {"params": norms, "lr": 0.25},
+        ]
         return model, torch.optim.SGD(groups, lr=0.5)
 
     source, sgd = job("q", "k")

@@ -191,9 +191,8 @@ def json_value(value: object) -> object:
             return [json_value(value.real), json_value(value.imag)]
         case bytes():
             return value.hex()
-        case np.longdouble() | np.clongdouble():
-            pass  # Python has no such numbers
-        case np.generic() | np.ndarray():
+        # Python has no numbers that numpy's long ones could become.
+        case np.generic() | np.ndarray() if not isinstance(value, np.longdouble | np.clongdouble):
             return json_value(value.tolist())
         case Mapping():
             keys = {str(key) for key in value}

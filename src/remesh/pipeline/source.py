@@ -122,7 +122,8 @@ def converted(block: CarrierArray, stored: str, dtypes: Sequence[str]) -> Carrie
             f"elements are converted to {dtypes[0]} by torch, which is not installed\n"
             "Install it with: pip install 'remesh[torch]'"
         ) from error
-    flat = np.require(block, None, "CW").reshape(-1).view(np.uint8)  # torch warns of read-only ones
+    # torch warns of arrays that are read-only.
+    flat = np.require(block, None, ["C", "W"]).reshape(-1).view(np.uint8)
     tensor = torch.from_numpy(flat).view(getattr(torch, stored))
     for name in dtypes:
         tensor = tensor.to(getattr(torch, name))
