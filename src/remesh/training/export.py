@@ -214,7 +214,7 @@ def _merged(model: Any, config: Any) -> tuple[Any, Any]:
 
 
 def _export_adapters(
-    model: Any, path: Any, dtype: str | None, kind: WeightFormat, group: Any
+    model: Any, path: Any, dtype: str | torch.dtype | None, kind: WeightFormat, group: Any
 ) -> ExportReport:
     """Write each adapter of a model of peft where peft does: in one file, beside what it is."""
     if kind != "safetensors":
@@ -251,6 +251,8 @@ def _opened(exchange: Exchange, path: Any, kind: WeightFormat, name: str) -> Sto
 
     A folder with an adapter is none for whole weights, to which from_pretrained would add it.
     """
+    if "/" in name:
+        raise ValueError(f"name={name!r}: names of files begin with it, so it has no '/'")
     storage = open_storage(path)
     is_whole = kind == "safetensors" and name != ADAPTER_NAME
 
@@ -369,10 +371,11 @@ def _choose(
     weights: Sequence[_Weight],
     entry: str | None,
     names: Callable[[str], str | None] | None,
-    dtype: str | None,
+    dtype: str | torch.dtype | None,
     entries: Sequence[str],
 ) -> list[_Tensor]:
     """The tensors that are exported, with their names in the files; the state has these entries."""
+    dtype = None if dtype is None else str(dtype).removeprefix("torch.")
     if dtype is not None and not torch_dtype(dtype).is_floating_point:
         raise StateError(f"weights cannot be exported as {dtype}; choose a floating-point dtype")
     owner_of: dict[str, str] = {}
