@@ -191,8 +191,9 @@ def json_value(value: object) -> object:
             return [json_value(value.real), json_value(value.imag)]
         case bytes():
             return value.hex()
-        # Python has no numbers that numpy's long ones could become.
-        case np.generic() | np.ndarray() if not isinstance(value, np.longdouble | np.clongdouble):
+        case np.inexact() if value.dtype.char in "gG":
+            pass  # long doubles: Python has no such numbers
+        case np.generic() | np.ndarray():
             return json_value(value.tolist())
         case Mapping():
             keys = {str(key) for key in value}
