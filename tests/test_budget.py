@@ -23,7 +23,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "background": (1604, 1400),
     "catalog": (808, 900),
     "checkpoint": (6125, 4900),
-    "cli": (2805, 3700),
+    "cli": (2806, 3700),
     "compat": (4183, 4100),
     "core": (3853, 4990),
     "demo": (1025, 1000),
@@ -36,7 +36,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "planner": (1378, 1450),
     "recipes": (496, 400),
     "storage": (2463, 2600),
-    "training": (4606, 4610),
+    "training": (4609, 4610),
     "transform": (4141, 4300),
 }
 
