@@ -195,6 +195,31 @@ def test_the_function_is_entered_when_rank_0_has_made_the_store(
     assert steps == ["listens", "entered"]
 
 
+def test_what_waits_for_the_store_of_a_rank_0_that_has_died_leaves_when_ordered(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entries, "STORE_SECONDS", 3600.0)
+    ranks = []
+    with socket.socket() as store:
+        store.bind(("127.0.0.1", 0))
+        address, port = store.getsockname()
+        world = {"RANK": "1", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+        def train(job: TrainingJob) -> None:
+            if job.entries == 0:
+                agent.beside(play)
+                raise RuntimeError("[gloo] Connection closed by peer")
+            ranks.append(os.environ["RANK"])
+
+        def play() -> None:
+            agent.wait_out(0)
+            agent.send(Order(1, world))
+            agent.change_world(2)
+
+        run(train)
+    assert ranks == ["0"]
+
+
 def test_a_function_that_is_called_when_the_world_changes_waits_for_the_next(
     agent: Agent,
 ) -> None:

@@ -63,7 +63,7 @@ LOOK_SECONDS = 10.0
 """How long the thread waits for an order before it looks again."""
 WAIT_SECONDS = 0.02
 """The same in the main thread: the other may take the order while this one begins to wait."""
-STORE_SECONDS = 0.5
+STORE_SECONDS = 1.0
 """How long a process waits for the store of its world before it enters the training function."""
 PEER_SECONDS = 60.0
 """How long a function that lost a peer waits for an order before its error ends the process."""
@@ -169,11 +169,11 @@ class _ReentrantRunner:
         while True:
             self._raised_at, self._is_forced = 0.0, False
             self.job.is_changing = self.job.must_leave = self.job.is_aborted = False
-            _await_store()
             error: BaseException
             try:
                 try:
                     self._is_inside = True
+                    _await_store()
                     return train(self.job)
                 finally:
                     self._is_inside = False
@@ -294,7 +294,8 @@ def _await_store() -> None:
     """Wait until rank 0 has made the store of the world.
 
     All processes enter at the same time. torch waits half a second after a connection that was
-    refused, which is as long as the rest of a recovery takes. If the training function makes its
+    refused, which is as long as the rest of a recovery takes; and if rank 0 has died, torch tries
+    for half an hour, and cannot be interrupted, as this can. If the training function makes its
     process group later, nothing more is lost than that.
     """
     rank, host, port = os.environ.get("RANK"), os.environ.get("MASTER_ADDR"), _store_port()
