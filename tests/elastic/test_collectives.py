@@ -117,6 +117,19 @@ def test_what_makes_a_group_with_a_dead_rank_goes_on(
             leave_groups()
 
 
+def test_a_listener_that_takes_no_connections_keeps_the_rest_waiting_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "40")
+
+    def _new_process_group_helper() -> None:
+        with ThreadPoolExecutor() as pool:
+            pool.submit(break_collectives, 0).result(10)
+
+    with socket.create_server(("127.0.0.1", 0), backlog=1):
+        _new_process_group_helper()
+
+
 def test_a_group_whose_making_was_interrupted_takes_no_number() -> None:
     """New processes call their first group by the first number, and wait for one of that name."""
     with pytest.raises(RuntimeError, match="No rendezvous handler"):
