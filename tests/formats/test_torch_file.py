@@ -67,6 +67,10 @@ def test_what_is_not_such_a_file(tmp_path: Path) -> None:
 
 
 def test_one_of_several_files_is_named(tmp_path: Path) -> None:
+    (tmp_path / "hparams.yaml").write_text("lr: 0.1")
+    torch.save({"w": torch.zeros(2)}, tmp_path / "last.ckpt")
+    assert remesh.Checkpoint(tmp_path, format="torch_file")["w"].tolist() == [0, 0]
+    (tmp_path / "last.ckpt").unlink()
     for epoch in (1, 2):
         torch.save({"w": torch.full((2,), epoch)}, tmp_path / f"epoch_{epoch}.pt")
     with pytest.raises(remesh.CheckpointNotFoundError, match="2 files"):

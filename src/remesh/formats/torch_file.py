@@ -46,7 +46,8 @@ def is_single(paths: Collection[str]) -> bool:
 
 def read(place: Place, builder: IndexBuilder) -> None:
     """Read what such a file holds; its tensors stay where they are."""
-    paths = [place.file] if place.file else list(place.listing)
+    files = [place.file] if place.file else list(place.listing)
+    paths = list(filter(FILES.fullmatch, files)) or files
     if len(paths) != 1 and FILE_NAME not in paths:
         raise CheckpointNotFoundError(
             f"{place.url}: no {FILE_NAME}, but {len(paths)} files\nGive the path of the one to read"
