@@ -80,6 +80,15 @@ def test_tied_and_frozen_parameters_and_buffers(name: str) -> None:
     assert torch.equal(found["model.head.weight"], found["model.embed.weight"])
 
 
+def test_a_tied_parameter_is_named_by_any_of_its_names(tmp_path: Path) -> None:
+    for path in copied("rich2", tmp_path).glob("*model_states.pt"):
+        content = torch.load(path, weights_only=False)
+        content["shared_params"]["third.weight"] = "head.weight"
+        torch.save(content, path)
+    found = remesh.Checkpoint(tmp_path).index.aliases
+    assert found == dict.fromkeys(["model.head.weight", "model.third.weight"], "model.embed.weight")
+
+
 def test_steps_of_groups_load_into_optimizers_of_torch(tmp_path: Path) -> None:
     """DeepSpeed's own optimizers count in numbers, in the state or in the group."""
     for path in copied("universal", tmp_path).glob("zero/*/step.pt"):

@@ -260,8 +260,8 @@ class IndexBuilder:
         self.set_path(name, path)
 
     def add_alias(self, alias: str, name: str) -> None:
-        """Add a further name of a tensor."""
-        url = self.storage.url
+        """Add a further name of a tensor that has the name, be it a further one itself."""
+        url, name = self.storage.url, self._aliases.get(name, name)
         is_new = check_name(alias, url) not in self._names and alias not in self._aliases
         if name not in self._names or not is_new:
             raise damaged(f"{url}: {shown(alias)}", f"cannot be another name of {shown(name)}")
