@@ -196,13 +196,13 @@ def json_value(value: object) -> object:
         case np.generic() | np.ndarray():
             return json_value(value.tolist())
         case Mapping():
-            keys = {str(key) for key in value}
+            keys = {format_value(key, str) for key in value}
             text = str if len(keys) == len(value) else repr  # as 1 and "1" have one text
-            return {text(key): json_value(item) for key, item in value.items()}
+            return {format_value(key, text): json_value(item) for key, item in value.items()}
         case list() | tuple():
             return [json_value(item) for item in value]
         case set() | frozenset():
-            return [json_value(item) for item in sorted(value, key=repr)]
+            return [json_value(item) for item in sorted(value, key=format_value)]
         case UnresolvedValue():
             return json_value(value.payload)
         case argparse.Namespace() | types.SimpleNamespace():
