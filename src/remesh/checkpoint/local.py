@@ -72,7 +72,8 @@ def describe_local(
 def _describe_stateful(walk: Walk, path: Path, node: Any) -> Rebuild | None:
     """Describe an object with a state dict, if torch is installed; None for all else."""
     is_stateful = hasattr(node, "state_dict") and hasattr(node, "load_state_dict")
-    if not is_stateful or find_spec("torch") is None:
+    # Such an object may be what imports torch, and its state dict may have tensors.
+    if "torch" not in sys.modules and not (is_stateful and find_spec("torch")):
         return None
     from remesh.adapters import describe_leaf
 
