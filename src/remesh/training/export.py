@@ -154,9 +154,6 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
     started = time.monotonic()
     if format not in _FORMATS:
         raise ValueError(f"format must be 'safetensors' or 'pth', got {format!r}")
-    if "/" in name:
-        raise ValueError(f"name={name!r}: names of files begin with it, so it has no '/'")
-    dtype = None if dtype is None else str(dtype).removeprefix("torch.")
     exchange = exchange_of(group)
     state, place = _live_or_stored(source, entry)
     live = state if entry is None or place is not None else state.get(entry)
