@@ -88,6 +88,12 @@ def test_a_full_disk_gets_room_by_removals(num_refused: int, tmp_path: Path) -> 
             super().put(path, data, overwrite=overwrite)
 
     path = save(tmp_path, "step_1")
+    catalog.pin(path)
+    Full.left = 9  # no room for the record either, once it has been removed
+    assert not catalog.remove(Full(tmp_path), "step_1", now=0.0)
+    assert remesh.Checkpoint(path).verify().ok
+    catalog.unpin(path)
+    Full.left = num_refused
     assert catalog.remove(Full(tmp_path), "step_1", now=0.0)
     assert not path.exists()
 

@@ -468,21 +468,28 @@ def remove(storage: Storage, name: str, *, now: float) -> bool:
     except CheckpointNotFoundError:
         return False
     mark = msgspec.json.encode(_with_digest(removing))
-    with suppress(NoSpaceError):  # a full disk has room for it when the record is gone
+    try:
         storage.put(f"{name}/{_REMOVING}", mark, overwrite=True)
+    except NoSpaceError:  # there is room for it when the record is gone, but not for both
+        if _is_held(storage, name, now):
+            return False
     storage.delete(record_path)
     with suppress(NoSpaceError):  # or has none still, as others write there
         storage.put(f"{name}/{_REMOVING}", mark, overwrite=True)
     storage.sync()  # that the record is gone
-    files = set(storage.list_directory(name).files)
-    is_held = _PINNED in files or _in_use_until(storage, name, files) > now
-    if native.RECORD_NAME in files or is_held:
+    if _is_held(storage, name, now) or storage.exists(record_path):
         with suppress(CheckpointExistsError):  # another save has just been committed there
             storage.put(record_path, record, overwrite=False)
         storage.delete(f"{name}/{_REMOVING}")
         return False
     _remove_files(storage, name, removing)
     return True
+
+
+def _is_held(storage: Storage, name: str, now: float) -> bool:
+    """True if a checkpoint is pinned or being read."""
+    files = set(storage.list_directory(name).files)
+    return _PINNED in files or _in_use_until(storage, name, files) > now
 
 
 def _record_to_remove(storage: Storage, path: str) -> tuple[bytes, _Removing]:
