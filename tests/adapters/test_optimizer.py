@@ -418,6 +418,80 @@ def test_state_is_cast_as_its_parameter_is(make: Make, widens: bool, steps_befor
     target["optim"].step()
 
 
+class InFloat32(torch.optim.SGD):
+    """Keeps moments in float32, whatever dtype the parameters have, and a table of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("moment", torch.zeros_like(parameter, dtype=torch.float32))
+            state.setdefault("table", torch.linspace(0, 1, 7))
+            state["moment"] += parameter.grad
+
+
+def test_state_in_float32_of_another_optimizer_gets_no_narrower_dtype() -> None:
+    source, target = job(), job()
+    target["model"].bfloat16()
+    for one in (source, target):
+        one["optim"] = InFloat32(one["model"].parameters())
+    for parameter in source["model"].parameters():
+        parameter.grad = torch.randn_like(parameter)
+    source["optim"].step()
+    storage = MemoryStorage()
+    remesh.save(source, storage)
+    remesh.load(target, storage, cast=True)
+    for name, _ in target["model"].named_parameters():
+        for key, value in of(source, name).items():
+            loaded = of(target, name)[key]
+            assert loaded.dtype == torch.float32
+            assert torch.equal(loaded, value)
+
+
+class Wrapper(Optimizer):
+    """Hands on to another optimizer and has no hooks, like AcceleratedOptimizer of accelerate."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        self.defaults = inner.defaults
+
+    state = property(lambda self: self.inner.state, lambda self, new: None)
+    param_groups = property(
+        lambda self: self.inner.param_groups,
+        lambda self, new: setattr(self.inner, "param_groups", new),
+    )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+def test_an_optimizer_that_wraps_another_is_loaded() -> None:
+    source, target = job(), job()
+    for one, steps in ((source, 2), (target, 0)):
+        one["model"].bfloat16()
+        inner = torch.optim.AdamW(one["model"].parameters())
+        for _ in range(steps):
+            for parameter in one["model"].parameters():
+                parameter.grad = torch.randn_like(parameter)
+            inner.step()
+        for state in inner.state.values():
+            state["exp_avg"] = state["exp_avg"].float() + 1e-5  # that torch's load would cast
+        one["optim"] = Wrapper(inner)
+    storage = MemoryStorage()
+    remesh.save(source, storage)
+    groups = target["optim"].param_groups
+    remesh.load(target, storage)
+    assert target["optim"].param_groups is groups
+    for name, _ in target["model"].named_parameters():
+        for key, value in of(source, name).items():
+            loaded = of(target, name)[key]
+            assert loaded.dtype == value.dtype
+            assert torch.equal(loaded, value)
+
+
 class Nested(torch.optim.SGD):
     """Keeps nested state, state of its own, and something more in its state dict."""
 

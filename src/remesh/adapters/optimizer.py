@@ -27,6 +27,7 @@ what (`fused`, `foreach`, ...) stay what they are: they decide where `step` has 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -119,6 +120,7 @@ class _Optimized:
     packed_state: Mapping[str, Any]  # what the optimizer keeps for it at present; empty if nothing
     own_key: str | None = None
     """Under which key of the state the tensor itself is stored; None if it is not."""
+    is_of_torch: bool = False  # is what makes its state, which takes the parameter's dtype then
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -240,6 +242,7 @@ def _parameters_of(
     tensors = [(tensor, group) for group in optimizer.param_groups for tensor in group["params"]]
     meant = [stands_for.get(tensor, tensor) for tensor, _ in tensors]
     found = _find_places(walk.root, [one for one in meant if isinstance(one, torch.Tensor)], known)
+    is_of_torch = type(optimizer).step.__module__.startswith("torch.optim.")
     result = []
     for number, (tensor, group) in enumerate(tensors):
         target = meant[number]
@@ -258,7 +261,7 @@ def _parameters_of(
             )
         own = leaf.own_key if tensor in stands_for else None
         state = packed_state.get(number, {})
-        result.append(_Optimized(tensor, places, group, state, own))
+        result.append(_Optimized(tensor, places, group, state, own, is_of_torch))
     return result
 
 
@@ -427,7 +430,7 @@ def _target(
     if not found:
         return None
     dtype = torch_dtype(found[0][1][0])
-    if suffix[-1] != "step" and _follows_dtype(stored, *found[0], tensor.tensor):
+    if suffix[-1] != "step" and _follows_dtype(stored, *found[0], tensor):
         dtype = live.dtype if isinstance(live, torch.Tensor) else tensor.tensor.dtype
     shapes = [_resized(stored, place, tensor, shape) for place, (_, shape) in found]
     is_shard = suffix[-1] != "step" and all(
@@ -557,16 +560,19 @@ def _check_same(leaf: object, other: object, where: str) -> None:
 
 
 def _follows_dtype(
-    stored: Stored, place: Placed, found: tuple[str, tuple[int, ...]], parameter: torch.Tensor
+    stored: Stored, place: Placed, found: tuple[str, tuple[int, ...]], tensor: _Optimized
 ) -> bool:
     """True if stored state takes on another dtype, as its parameter does, whose dtype it has.
 
     An optimizer steps only with state of the form that it makes. A number is none of that kind.
+    Other optimizers than torch's may make state in float32 always: it gets no narrower dtype.
     """
     known = None if place.full_name is None else stored.tensor(place.full_name)
     if known is None or known[0] != found[0] or (known[1] and not found[1]):
         return False
-    return parameter.is_floating_point() and torch_dtype(found[0]) != parameter.dtype
+    old, new = torch_dtype(found[0]), tensor.tensor.dtype
+    fits = tensor.is_of_torch or new.itemsize > old.itemsize
+    return new.is_floating_point and old != new and fits
 
 
 def _resized(
@@ -832,8 +838,10 @@ def _load_by_itself(
         if tensor in packed_states
     }
     unpacked: dict[str, Any] = {"state": states}  # as the hooks before a load leave it
+    undone = []
 
     def undo(_optimizer: Optimizer) -> None:
+        undone.append(True)
         for group, options in zip(groups, members, strict=True):
             group.update(options)
         optimizer.param_groups = groups
@@ -842,12 +850,15 @@ def _load_by_itself(
             entries, loaded = optimizer.state[tensors[number]], unpacked["state"].get(number, {})
             entries.update({key: loaded[key] for key in entries.keys() & loaded.keys()})
 
-    with (
-        optimizer.register_load_state_dict_pre_hook(lambda _, last: unpacked.update(last)),
-        optimizer.register_load_state_dict_post_hook(undo, prepend=True),
-    ):
+    with contextlib.ExitStack() as hooks:
+        # Wrappers, such as that of accelerate, have no hooks.
+        if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
+            after = optimizer.register_load_state_dict_post_hook(undo, prepend=True)
+            before = optimizer.register_load_state_dict_pre_hook(lambda _, o: unpacked.update(o))
+            hooks.enter_context(after)
+            hooks.enter_context(before)
         optimizer.load_state_dict({**packed, "state": packed["state"] | states, **extras})
-    if optimizer.param_groups is not groups:  # a method of its own, which calls no hooks
+    if not undone:  # it is a method of its own, which calls no hooks
         undo(optimizer)
 
 
