@@ -121,10 +121,10 @@ def _connect_for_peers(store_port: int) -> None:
         address = listener.getsockname()
         is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if is_listening and address[1] != store_port:
-            with contextlib.suppress(OSError):  # it takes no more connections, unlike one of gloo
+            with contextlib.suppress(OSError):  # one of another library may take no more
                 for pair in range(int(os.environ.get("WORLD_SIZE", "1"))):
                     with socket.socket(listener.family) as peer:
-                        peer.settimeout(1)
+                        peer.settimeout(0.2)
                         peer.connect(address)
                         peer.sendall(struct.pack("n", pair))
 
