@@ -62,7 +62,12 @@ def test_a_mistake_in_the_options_is_said_before_anything_starts(
 
 @pytest.mark.parametrize(
     ("option", "text"),
-    [("--hang-timeout", "-1"), ("--drain-seconds", "nan"), ("--beat-seconds", "0")],
+    [
+        ("--hang-timeout", "-1"),
+        ("--drain-seconds", "nan"),
+        ("--beat-seconds", "0"),
+        ("--last-call", "5s"),
+    ],
 )
 def test_what_is_no_time(capsys: pytest.CaptureFixture[str], option: str, text: str) -> None:
     with pytest.raises(SystemExit) as ending:

@@ -66,9 +66,10 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 def _time(text: str, least: float = 0.0) -> float:
     """A number of seconds, for argparse."""
-    if not least <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a time; give {least:g} or more seconds")
-    return float(text)
+    with contextlib.suppress(ValueError):
+        if least <= float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a time; give {least:g} or more seconds")
 
 
 def _some_time(text: str) -> float:
