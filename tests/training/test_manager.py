@@ -472,6 +472,17 @@ def test_a_checkpoint_that_loads_after_all_is_forgiven(tmp_path: Path) -> None:
     assert [info.num_failures for info in manager.checkpoints] == [0, 0, 0]
 
 
+def test_a_look_at_a_part_forgives_nothing(tmp_path: Path) -> None:
+    """The part may be whole where the rest is not, and the look would find the same for ever."""
+    train(tmp_path, 2)
+    flip(tmp_path / "step_00000002")
+    resumed, _ = resume(tmp_path)
+    flip(tmp_path / "step_00000002")  # what was damaged is no part of what is looked at
+    manager = Manager(tmp_path, group=Alone())
+    assert manager._peek(state_of(0))
+    assert (resumed.step, manager.checkpoints[-1].num_failures) == (1, 1)
+
+
 def test_if_nothing_loads_it_is_an_error_and_not_a_new_beginning(tmp_path: Path) -> None:
     train(tmp_path, 0)
     flip(tmp_path / "step_00000000")

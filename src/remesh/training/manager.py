@@ -568,7 +568,9 @@ class Manager:
         """Fill a part of a state as `resume` would, if there is anything to resume. Collective."""
         options = {"missing": "error", "cast": False, "transform": None, "on_event": self._on_event}
         sources, _ = self._sources()
-        args = self._exchange, self._storage, sources, state, self._recorder, options
+        # One that `resume` has failed to load would fill this part, and be taken for a good one.
+        good = [source for source in sources if not source.info.problem] or sources
+        args = self._exchange, self._storage, good, state, self._recorder, options
         return resuming.load_newest(*args) is not None
 
     def _sources(self) -> tuple[list[Source], list[tuple[str, str]]]:
