@@ -59,8 +59,11 @@ class _Array(msgspec.Struct):
 
 def is_at(place: Place) -> bool:
     """True if a place holds such a checkpoint."""
-    if not place.storage.exists(CONFIG_NAME):
-        return False
+    return place.storage.exists(CONFIG_NAME) and _is_of_zarr(place)
+
+
+def _is_of_zarr(place: Place) -> bool:
+    """True if Megatron's file says that the tensors were written by zarr."""
     try:
         config = msgspec.json.decode(place.storage.read(CONFIG_NAME), type=_Config)
     except MALFORMED:
@@ -71,7 +74,7 @@ def is_at(place: Place) -> bool:
 def read(place: Place, builder: IndexBuilder) -> None:
     """Read what such a checkpoint holds; its tensors stay where they are."""
     files = place.listing
-    if not is_at(place):
+    if CONFIG_NAME not in files or not _is_of_zarr(place):
         raise CheckpointNotFoundError(f"{place.url}: no {MARKER}")
     for path in files:
         folder, _, name = path.rpartition("/")
