@@ -36,7 +36,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "planner": (1378, 1450),
     "recipes": (496, 400),
     "storage": (2463, 2600),
-    "training": (4608, 4610),
+    "training": (4609, 4610),
     "transform": (4141, 4300),
 }
 

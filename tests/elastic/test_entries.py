@@ -163,60 +163,64 @@ def test_a_function_that_lost_a_peer_waits_for_the_order(agent: Agent) -> None:
     assert run(train) == 1
 
 
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The socket of a store, which refuses connections until it listens."""
+    monkeypatch.setattr(entries, "STORE_SECONDS", 3600.0)
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        yield made
+
+
+def world_of_rank_1(store: socket.socket) -> dict[str, str]:
+    address, port = store.getsockname()
+    return {"RANK": "1", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+
 def test_the_function_is_entered_when_rank_0_has_made_the_store(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
+    agent: Agent, store: socket.socket
 ) -> None:
-    monkeypatch.setattr(entries, "STORE_SECONDS", 60.0)
     steps = []
-    with socket.socket() as store:
-        store.bind(("127.0.0.1", 0))  # connections are refused until it listens
-        address, port = store.getsockname()
-        world = {"RANK": "1", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
-        def may_enter() -> bool:
-            report = agent.report()
-            return report is not None and not report.is_out
+    def may_enter() -> bool:
+        report = agent.report()
+        return report is not None and not report.is_out
 
-        def play() -> None:
-            agent.wait_out(0)
-            agent.send(Order(1, world))
-            wait_until(may_enter, "it may enter")
-            time.sleep(0.05)  # without waiting, it would be inside by now
-            steps.append("listens")
-            store.listen()
+    def play() -> None:
+        agent.wait_out(0)
+        agent.send(Order(1, world_of_rank_1(store)))
+        wait_until(may_enter, "it may enter")
+        time.sleep(0.05)  # without waiting, it would be inside by now
+        steps.append("listens")
+        store.listen()
 
-        def train(job: TrainingJob) -> None:
-            if job.entries == 0:
-                agent.beside(play)
-                raise RuntimeError("[gloo] Connection closed by peer")
-            steps.append("entered")
+    def train(job: TrainingJob) -> None:
+        if job.entries == 0:
+            agent.beside(play)
+            raise RuntimeError("[gloo] Connection closed by peer")
+        steps.append("entered")
 
-        run(train)
+    run(train)
     assert steps == ["listens", "entered"]
 
 
 def test_what_waits_for_the_store_of_a_rank_0_that_has_died_leaves_when_ordered(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
+    agent: Agent, store: socket.socket
 ) -> None:
-    monkeypatch.setattr(entries, "STORE_SECONDS", 3600.0)
     ranks = []
-    with socket.socket() as store:
-        store.bind(("127.0.0.1", 0))
-        address, port = store.getsockname()
-        world = {"RANK": "1", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
-        def train(job: TrainingJob) -> None:
-            if job.entries == 0:
-                agent.beside(play)
-                raise RuntimeError("[gloo] Connection closed by peer")
-            ranks.append(os.environ["RANK"])
+    def play() -> None:
+        agent.wait_out(0)
+        agent.send(Order(1, world_of_rank_1(store)))
+        agent.change_world(2)
 
-        def play() -> None:
-            agent.wait_out(0)
-            agent.send(Order(1, world))
-            agent.change_world(2)
+    def train(job: TrainingJob) -> None:
+        if job.entries == 0:
+            agent.beside(play)
+            raise RuntimeError("[gloo] Connection closed by peer")
+        ranks.append(os.environ["RANK"])
 
-        run(train)
+    run(train)
     assert ranks == ["0"]
 
 

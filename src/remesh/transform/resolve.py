@@ -367,7 +367,7 @@ class Resolver:
             raise self.bindings.error(
                 name,
                 f"target {name!r} is {wanted}, but this makes it {node.dtype}",
-                [hint][:are_tensors],
+                [hint] if are_tensors else [],
             )
         self.result.plans[name] = Plan(tuple(leaf.name for leaf in self.leaves_of(name)), node)
 

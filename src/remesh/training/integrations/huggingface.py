@@ -76,12 +76,13 @@ class RemeshCallback(TrainerCallback):
             found = {_PROGRESS: None}
         if not isinstance(found[_PROGRESS], str):
             raise CheckpointError(
-                "the newest checkpoint holds no state of a Trainer\nGive the manager a directory "
-                "of its own, or load the weights with remesh.load before training"
+                f"{self._manager._root}: the newest checkpoint holds no state of a Trainer\n"  # noqa: SLF001
+                "Give the manager a directory of its own, or load the weights with remesh.load "
+                "before training"
             )
         self._resuming = tempfile.TemporaryDirectory(prefix="remesh-resume-")
         folder = Path(self._resuming.name)
-        (folder / "trainer_state.json").write_text(found[_PROGRESS])
+        (folder / "trainer_state.json").write_text(found[_PROGRESS], encoding="utf-8")
         safetensors.numpy.save_file({}, folder / "model.safetensors", {"format": "pt"})
         return str(folder)
 
