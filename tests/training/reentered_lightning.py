@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 
 from remesh.elastic import TrainingJob, run
 
@@ -28,8 +29,10 @@ class Watch(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if is_first and os.environ["RANK"] == "1" and trainer.global_step == DIES_AFTER:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if is_first and trainer.global_step == DIES_AFTER:
+            dist.barrier()  # the other rank has done this step, too
+            if trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_end(self, trainer: Any, _module: pl.LightningModule) -> None:
         (resumed,) = (vars(one)["resumed"] for one in trainer.callbacks if hasattr(one, "resumed"))
