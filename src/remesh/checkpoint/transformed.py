@@ -25,10 +25,11 @@ import msgspec
 import numpy as np
 
 from remesh.checkpoint.local import describe_local
+from remesh.checkpoint.local_boxes import BoxesMessage, decode_local_boxes, encode_local_boxes
 from remesh.checkpoint.stored import StoredState
 from remesh.core.index import Index
 from remesh.core.state import Description, Path, cut_name, name_of
-from remesh.core.tables import BoxTable, TensorTable, decode_columns, encode_columns
+from remesh.core.tables import BoxTable, TensorTable
 from remesh.errors import MismatchError, StateError
 from remesh.exchange import Exchange, run_each, run_on_all
 from remesh.planner.saving import merge_tensors, widen
@@ -44,7 +45,7 @@ from remesh.transform import (
 from remesh.transform.optimizer_state import SLOTS
 
 Infos = Mapping[str, TensorInfo | None]
-_Table = tuple[bytes, list[str], list[str]]
+_Table = tuple[BoxesMessage, list[str], list[str]]
 
 
 @dataclass(slots=True, eq=False)
@@ -214,17 +215,15 @@ def _table_of(description: Description) -> bytes:
     boxes = [(rows[entry.name], part.box) for entry in description.tensors for part in entry.parts]
     table = BoxTable.of(TensorTable.of(list(tensors.values())), boxes)
     listed = [name for names in description.merged_lists.values() for name in names]
-    columns = encode_columns(table.columns())
-    return msgspec.msgpack.encode((columns, list(description.values), listed))
+    boxes_of_rank = encode_local_boxes(table, np.zeros(len(table), np.int64))
+    return msgspec.msgpack.encode((boxes_of_rank, list(description.values), listed))
 
 
 def _targets(replies: list[bytes]) -> Infos:
     """The targets of all ranks, with how they are cut."""
-    tables, names = [], []
-    for reply in replies:
-        columns, values, _ = msgspec.msgpack.decode(reply, type=_Table)
-        tables.append(BoxTable.from_columns(decode_columns(columns, "targets")[0]))
-        names += values
+    found = [msgspec.msgpack.decode(reply, type=_Table) for reply in replies]
+    names = [name for _, values, _ in found for name in values]
+    tables = [held.boxes for held in decode_local_boxes([boxes for boxes, *_ in found])]
     tensors, renumber = merge_tensors([table.tensors for table in tables])
     num_dims = tensors.shapes.shape[1]
     tensor = [to_new[table.tensor] for table, to_new in zip(tables, renumber, strict=True)]

@@ -135,25 +135,6 @@ class BoxTable:
         sizes: IntArray = row_products(self.extents) * self.tensors.itemsizes[self.tensor]
         return sizes
 
-    def columns(self) -> dict[str, npt.NDArray[Any]]:
-        """This table as named columns."""
-        return {
-            **self.tensors.columns(),
-            "box.tensor": self.tensor,
-            "box.offset": self.offsets,
-            "box.shape": self.extents,
-        }
-
-    @classmethod
-    def from_columns(cls, columns: Columns) -> BoxTable:
-        """The table of what `columns` gave."""
-        return cls(
-            TensorTable.from_columns(columns),
-            columns["box.tensor"],
-            columns["box.offset"],
-            columns["box.shape"],
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
