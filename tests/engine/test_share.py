@@ -27,7 +27,6 @@ from remesh.planner.assignment import (
     assign_readers,
     assign_readers_if_cheaper,
     assign_to_owners,
-    is_sharing_cheaper,
 )
 from remesh.storage import LocalStorage, MemoryStorage, Storage
 from tests.engine.scenes import all_are, errors_of, saved_by, share_of
@@ -243,11 +242,16 @@ def test_owners_read_whether_they_need_it_or_not(
 
 
 def test_sharing_pays_if_it_spares_more_than_it_moves() -> None:
-    alone, once, moved = 200 * SHARING_BYTES, 100 * SHARING_BYTES, 50 * SHARING_BYTES
-    assert is_sharing_cheaper(alone, once, moved, exchange_cost=1.97)
-    assert not is_sharing_cheaper(alone, once, moved, exchange_cost=1.98)
+    def pays(num_read: int, num_needed: int, cost: float) -> bool:
+        """Of two ranks that read one window and need some bytes of it: reading once spares one."""
+        touched = [np.array([(0, num_read, num_needed)])] * 2
+        return assign_readers_if_cheaper(touched, ReadLimits(), exchange_cost=cost) is not None
+
+    read, needed = 100 * SHARING_BYTES, 50 * SHARING_BYTES
+    assert pays(read, needed, 1.97)
+    assert not pays(read, needed, 1.98)
     # A small load is over before the ranks have agreed on anything.
-    assert not is_sharing_cheaper(200, 100, 0, exchange_cost=0.1)
+    assert not pays(100, 0, 0.1)
 
 
 def test_what_is_decided_for_whom() -> None:

@@ -86,20 +86,13 @@ def touched_windows(index: Index, plan: LoadPlan) -> IntArray:
     return np.stack([windows[first], num_read, needed], axis=1)
 
 
-def is_sharing_cheaper(
-    read_alone: int, read_once: int, num_moved: int, *, exchange_cost: float
-) -> bool:
-    """True if it is cheaper to read every window once and pass on what others need of it.
-
-    All but the cost are bytes; `exchange_cost` is what moving a byte costs, in bytes read.
-    """
-    return read_alone - read_once > exchange_cost * num_moved + SHARING_BYTES
-
-
 def assign_readers_if_cheaper(
     touched: Sequence[IntArray], limits: ReadLimits, *, exchange_cost: float
 ) -> list[ReadAssignment] | None:
-    """Assign the windows that several ranks touch, if sharing them is cheaper than not to."""
+    """Assign the windows that several ranks touch, if sharing them is cheaper than not to.
+
+    `exchange_cost` is what moving a byte between ranks costs, in bytes read.
+    """
     windows, num_read, num_needed = np.concatenate(touched).T
     if not len(windows):
         return None
@@ -110,10 +103,9 @@ def assign_readers_if_cheaper(
     read_once = np.maximum.reduceat(num_read[order], first)
     needed = np.add.reduceat(num_needed[order], first)
     moved = needed - needed // num_sharers
-    alone, once = int(num_read.sum()), int(read_once.sum())
-    if not is_sharing_cheaper(alone, once, int(moved.sum()), exchange_cost=exchange_cost):
-        return None
-    return assign_readers(touched, limits)
+    num_spared = int(num_read.sum() - read_once.sum())
+    is_cheaper = num_spared > exchange_cost * int(moved.sum()) + SHARING_BYTES
+    return assign_readers(touched, limits) if is_cheaper else None
 
 
 def assign_readers(touched: Sequence[IntArray], limits: ReadLimits) -> list[ReadAssignment]:
