@@ -94,6 +94,17 @@ def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.Mon
         (partial(remesh.save, {}, "x"), {"overwrite": "no"}, "save: overwrite= must be True or"),
         (partial(remesh.save, {}, "x"), {"compress": "gzip"}, "compress= must be 'zstd'"),
         (lambda **own: remesh.Saver(**own).save({}, "x"), {"compress": "gzip"}, "compress= must"),
+        (
+            partial(remesh.save, {}, "x"),
+            {"buffers": "median"},
+            "must be 'rank0' or 'per_rank', not",
+        ),
+        (remesh.Saver, {"buffers": "median"}, "buffers= must be 'rank0' or "),
+        (
+            partial(remesh.reshard, {}, {}),
+            {"buffers": "median"},
+            ": buffers= must be 'rank0' or ",
+        ),
         (partial(remesh.load, {}, "x"), {"missing": "skip"}, "must be 'error' or 'keep', not"),
         (partial(remesh.load, {}, "x"), {"unexpected": True}, "must be 'ignore' or 'error'"),
         (partial(remesh.load, {}, "x"), {"cast": "float32"}, "cast= must be True or False"),

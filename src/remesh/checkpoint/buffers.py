@@ -19,18 +19,11 @@ from collections.abc import Iterable
 from typing import Literal
 
 from remesh.core.state import Role, Stored, TensorEntry
-from remesh.errors import StateError
 
 Buffers = Literal["rank0", "per_rank"]
 """Whose buffers a checkpoint gets."""
 
 _OF_RANK = re.compile(r"(.*)@rank_\d{5,}", re.DOTALL)
-
-
-def check_buffers(buffers: Buffers | None) -> None:
-    """Refuse an option that there is not."""
-    if buffers not in {None, "rank0", "per_rank"}:
-        raise StateError(f'buffers must be "rank0", "per_rank" or None, not {buffers!r}')
 
 
 def name_on_rank(name: str, rank: int) -> str:

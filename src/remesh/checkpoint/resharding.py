@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -36,7 +36,7 @@ from remesh.checkpoint.agree import (
     agree,
     describe_to_store,
 )
-from remesh.checkpoint.arguments import check_target
+from remesh.checkpoint.arguments import check_choice, check_target
 from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.copies import Compares
 from remesh.checkpoint.loading import OnRead, checked_options, fill_planned, plan_into
@@ -175,6 +175,8 @@ class Resharder:
         on_event: OnEvent = ignore,
     ) -> None:
         check_target("reshard", target_state)
+        if buffers is not None:
+            check_choice("reshard", "buffers", buffers, get_args(Buffers))
         self.target_state = target_state
         self._source_state = source_state
         self._options = checked_options("reshard", missing, unexpected, cast, transform)

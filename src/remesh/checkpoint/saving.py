@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 from remesh.checkpoint.agree import PlanCache, RankSavePlan, SaveOptions, agree
 from remesh.checkpoint.arguments import check_choice, check_flag, check_order
-from remesh.checkpoint.buffers import Buffers, check_buffers
+from remesh.checkpoint.buffers import Buffers
 from remesh.checkpoint.commit import commit, encode_parts, remove_own
 from remesh.checkpoint.local import exchange_of
 from remesh.checkpoint.report import SaveReport
@@ -126,7 +126,8 @@ def check_options(options: SaveOptions) -> None:
     """Check the options of a save."""
     check_flag("save", "overwrite", options.overwrite)
     check_flag("save", "verify_replicas", options.verify_replicas)
-    check_buffers(options.buffers)
+    if options.buffers is not None:
+        check_choice("save", "buffers", options.buffers, get_args(Buffers))
     # The name of an export is one of its options.
     writer = writer_of(options.format, exports="name" in options.format_options)
     compress = options.compress
