@@ -56,25 +56,20 @@ def describe_local(
 
     A rank that loads gets its own buffers, where they are stored for each rank.
     """
-    if isinstance(state, Description):
-        description = state
-    elif "torch" not in sys.modules:
-        description = describe(state, _describe_stateful, stored)
-    else:
-        from remesh.adapters import describe_leaf
-
-        description = describe(state, describe_leaf, stored)
+    is_described = isinstance(state, Description)
+    description = state if is_described else describe(state, _describe_leaf, stored)
     if stored is not None and rank is not None:
         description.tensors = own_buffers(description.tensors, stored, rank)
     return description
 
 
-def _describe_stateful(walk: Walk, path: Path, node: Any) -> Rebuild | None:
-    """Describe an object with a state dict, if torch is installed; None for all else."""
-    is_stateful = hasattr(node, "state_dict") and hasattr(node, "load_state_dict")
-    # Such an object may be what imports torch, and its state dict may have tensors.
-    if "torch" not in sys.modules and not (is_stateful and find_spec("torch")):
-        return None
+def _describe_leaf(walk: Walk, path: Path, node: Any) -> Rebuild | None:
+    """Describe a leaf by the adapters; None without torch, but for objects with a state dict."""
+    if "torch" not in sys.modules:
+        # Such an object may be what imports torch, and its state dict may have tensors.
+        is_stateful = hasattr(node, "state_dict") and hasattr(node, "load_state_dict")
+        if not (is_stateful and find_spec("torch")):
+            return None
     from remesh.adapters import describe_leaf
 
     return describe_leaf(walk, path, node)
