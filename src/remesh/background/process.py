@@ -99,7 +99,7 @@ class WriterProcess:
         self._sending = threading.Lock()
         self._saves: dict[str, RemoteWriter] = {}
         self._lock = threading.Lock()
-        self._is_lost = False
+        self.is_lost = False  # whether the process has died
         self._arena = arena
         self._thread = threading.Thread(target=self._follow, name="remesh-writer", daemon=True)
         try:
@@ -112,6 +112,7 @@ class WriterProcess:
                     start_new_session=True,
                     env=outliving_environment(),
                 )
+            self.process_id = self._process.pid
             self._thread.start()
         except BaseException:
             # A process that was started ends by itself when its connection does.
@@ -122,22 +123,12 @@ class WriterProcess:
             self, _end, self._process, self._connection, self._sending, os.getpid()
         )
 
-    @property
-    def process_id(self) -> int:
-        """The process's id."""
-        return self._process.pid
-
-    @property
-    def is_lost(self) -> bool:
-        """True if the process has died."""
-        return self._is_lost
-
     def add(self, save: RemoteWriter) -> bool:
         """Let a save get the messages about it; false if the process has died."""
         with self._lock:
-            if not self._is_lost:
+            if not self.is_lost:
                 self._saves[save.task.save_id] = save
-            return not self._is_lost
+            return not self.is_lost
 
     def send(self, task: WriteTask, name: str, *arguments: object) -> None:
         """Call a method of the writer of a save; does nothing if the process has died."""
@@ -180,7 +171,7 @@ class WriterProcess:
                         del self._saves[save_id]
                 getattr(save, name)(*_unpacked(arguments))
         with self._lock:
-            self._is_lost = True
+            self.is_lost = True
             saves = list(self._saves.values())
             self._saves.clear()
         for save in saves:
