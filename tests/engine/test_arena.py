@@ -19,7 +19,7 @@ from remesh.core.memory import CarrierArray, Memory
 from remesh.pipeline import FileLayout, FilePiece
 from remesh.pipeline.arena import SHARED_SLAB_CHUNKS, Arena, SharedChunks
 from remesh.pipeline.stage import NUM_WRITERS, StagedChunks, Stager
-from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, Filled, one_file
+from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, Filled, whole_files
 from remesh.storage import Buffer, MemoryStorage
 
 PAGE = mmap.PAGESIZE
@@ -137,7 +137,7 @@ def test_what_is_queued_is_done_before_it_is_handed_over(num_chunks: int) -> Non
     header = bytes(range(256)) * 16
     piece = FilePiece(DeviceMemory(source), (size,), BY_NAME["float64"], len(header))
     num_bytes = len(header) + source.nbytes
-    layout = FileLayout(header, [piece], num_bytes)
+    layout = FileLayout([FilePiece.of_bytes(0, header), piece], num_bytes)
     arena = Arena(num_chunks * CHUNK_SIZE, CHUNK_SIZE)
     storage = MemoryStorage()
     expected = np.frombuffer(header + source.tobytes(), np.uint8)
@@ -152,7 +152,7 @@ def test_what_is_queued_is_done_before_it_is_handed_over(num_chunks: int) -> Non
     stager = Stager(layout, arena, Queue)
     assert stager.fits == (num_chunks == 7)
     staged: list[int] = []
-    files = one_file("file", num_bytes)
+    files = whole_files(["file"], [num_bytes], [0])
     writer = ChunkWriter(storage, files, num_bytes, arena.give, staged.append)
     stager.stage(check_and_put)
     source[:] = -1.0  # what comes after must not reach what is stored

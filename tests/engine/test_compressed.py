@@ -37,7 +37,7 @@ from remesh.formats.decoding import DecompressedFiles, decoded
 from remesh.formats.table import WRITERS
 from remesh.maintenance import orphans
 from remesh.pipeline.arena import Chunk
-from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, Filled, one_file
+from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, Filled, whole_files
 from remesh.storage import Buffer, LocalStorage, MemoryStorage, StorageView, open_storage
 from tests.engine.bits import bits_of
 from tests.engine.compressed import (
@@ -205,7 +205,7 @@ def test_chunks_are_stored_as_they_come(numbers: list[int]) -> None:
     whole = np.repeat(np.arange(12, dtype=np.uint8), CHUNK_SIZE)[:size]
     whole[: size // 2] = np.random.default_rng(0).integers(0, 256, size // 2, np.uint8)
     chunk = Chunk(0, np.empty(CHUNK_SIZE, np.uint8))  # that of a thread, which is used again
-    files = replace(one_file("file", size), compress="zstd")
+    files = replace(whole_files(["file"], [size], [0]), compress="zstd")
     writer = ChunkWriter(storage, files, size, lambda _: None, lambda _: None)
     for number in numbers:
         part = whole[number * CHUNK_SIZE :][:CHUNK_SIZE]

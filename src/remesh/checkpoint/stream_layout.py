@@ -6,22 +6,18 @@ other in the stream, each from an aligned byte on, so that direct I/O works for 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from remesh.checkpoint.local import LocalTensors
-from remesh.core.dtypes import BY_NAME, DTYPES
+from remesh.core.dtypes import DTYPES
 from remesh.core.geometry import IntArray, flat_runs
-from remesh.core.memory import HostMemory
 from remesh.formats.writer import Frame, Part, column_bytes
 from remesh.pipeline import Collection, Compress, FileLayout, FilePiece, StreamFiles
 from remesh.pipeline.write import whole_files
 from remesh.storage import ALIGNMENT
-
-_BYTE = BY_NAME["uint8"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,19 +47,14 @@ def lay_out(
         return _lay_out_shared(frames, tensors)
     pieces: list[FilePiece] = []
     starts: list[int] = []
-    header, end = b"", 0
-    for number, frame in enumerate(frames):
+    end = 0
+    for frame in frames:
         start = -(-end // alignment) * alignment
         if start > end:
-            pieces.append(_bytes_at(end, bytes(start - end)))
-        literals = frame.literals
-        if number == 0 and literals and literals[0][0] == 0:
-            header, literals = literals[0][1], literals[1:]
-        added = [_bytes_at(start + at, data) for at, data in literals if data]
+            pieces.append(FilePiece.of_bytes(end, bytes(start - end)))
+        added = [FilePiece.of_bytes(start + at, data) for at, data in frame.literals if data]
         added += _pieces(frame, tensors, start)
-        if literals:
-            added.sort(key=lambda piece: piece.position)
-        pieces += added
+        pieces += sorted(added, key=lambda piece: piece.position)
         starts.append(start)
         end = start + frame.num_bytes
     paths, sizes = [frame.path for frame in frames], [frame.num_bytes for frame in frames]
@@ -78,7 +69,7 @@ def lay_out(
             element_bytes=element_bytes,
         )
     return RankStream(
-        FileLayout(header, pieces, end),
+        FileLayout(pieces, end),
         files,
         _parts_of(frames, numbers),
     )
@@ -116,7 +107,7 @@ def _lay_out_shared(frames: Sequence[Frame], tensors: LocalTensors) -> RankStrea
     end = 0
     for number, frame in enumerate(frames):
         for position, data in frame.literals:
-            pieces.append(_bytes_at(end, data))
+            pieces.append(FilePiece.of_bytes(end, data))
             ranges.append((number, end, np.array([position]), len(data)))
             end += len(data)
         of = boxes.tensor[frame.rows]
@@ -125,13 +116,15 @@ def _lay_out_shared(frames: Sequence[Frame], tensors: LocalTensors) -> RankStrea
             row, tensor = int(frame.rows[at]), int(of[at])
             box, dtype = boxes.box(row), boxes.tensors.dtype(tensor)
             runs, num_elements = flat_runs(boxes.tensors.shape(tensor), box)
-            end = -(-end // dtype.itemsize) * dtype.itemsize
+            start = -(-end // dtype.itemsize) * dtype.itemsize
+            if start > end:
+                pieces.append(FilePiece.of_bytes(end, bytes(start - end)))
+            end = start
             pieces.append(FilePiece(tensors.memories[row], box.shape, dtype, end))
             positions = int(frame.positions[at]) + runs * dtype.itemsize
             ranges.append((number, end, positions, num_elements * dtype.itemsize))
             end += box.size * dtype.itemsize
-    pieces = _without_gaps(pieces)
-    layout = FileLayout(b"", pieces, end)
+    layout = FileLayout(pieces, end)
     counts = [len(positions) for _, _, positions, _ in ranges]
     num_bytes = np.repeat(np.array([size for *_, size in ranges], np.int64), counts)
     starts = [start + size * np.arange(len(runs)) for _, start, runs, size in ranges]
@@ -147,18 +140,6 @@ def _lay_out_shared(frames: Sequence[Frame], tensors: LocalTensors) -> RankStrea
     return RankStream(layout, files, _parts_of(frames))
 
 
-def _without_gaps(pieces: Sequence[FilePiece]) -> list[FilePiece]:
-    """The pieces, and zeros between them."""
-    filled: list[FilePiece] = []
-    end = 0
-    for piece in pieces:
-        if piece.position > end:
-            filled.append(_bytes_at(end, bytes(piece.position - end)))
-        filled.append(piece)
-        end = piece.position + math.prod(piece.shape) * piece.dtype.itemsize
-    return filled
-
-
 def _pieces(frame: Frame, tensors: LocalTensors, start: int) -> list[FilePiece]:
     boxes, rows = tensors.boxes, frame.rows
     dtypes = [DTYPES[code] for code in boxes.tensors.dtypes[boxes.tensor[rows]].tolist()]
@@ -168,7 +149,3 @@ def _pieces(frame: Frame, tensors: LocalTensors, start: int) -> list[FilePiece]:
         FilePiece(tensors.memories[row], shape, dtype, position)
         for row, shape, dtype, position in zip(rows.tolist(), shapes, dtypes, places, strict=True)
     ]
-
-
-def _bytes_at(position: int, data: bytes) -> FilePiece:
-    return FilePiece(HostMemory(np.frombuffer(data, np.uint8)), (len(data),), _BYTE, position)

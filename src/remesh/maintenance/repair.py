@@ -74,7 +74,7 @@ from remesh.maintenance.orphans import remove_files
 from remesh.pipeline import FileLayout, FilePiece, write_staged
 from remesh.pipeline.collect import direct_stager
 from remesh.pipeline.source import StoredMemory, TensorSource, stored_copies
-from remesh.pipeline.write import one_file
+from remesh.pipeline.write import whole_files
 from remesh.storage import Buffer, Storage, is_local, open_storage
 from remesh.storage.workers import run_workers
 
@@ -957,16 +957,15 @@ def _copy_pieces(plan: RepairPlan, rows: IntArray, target: Storage, path: str) -
     """Copy some pieces into a new file, not compressed."""
     boxes = plan.tensors.boxes
     header, positions, num_bytes = native_writer.data_header(boxes, rows)
-    pieces = []
+    pieces = [FilePiece.of_bytes(0, header)]
     for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
         tensor, box = int(boxes.tensor[row]), boxes.box(row)
         name, dtype = boxes.tensors.names[tensor], boxes.tensors.dtype(tensor)
         memory = StoredMemory(plan.source, name, dtype.name, box)
         pieces.append(FilePiece(memory, box.shape, dtype, position))
-    layout = FileLayout(header, pieces, num_bytes)
+    layout = FileLayout(pieces, num_bytes)
     copies = stored_copies(piece.memory for piece in pieces)
     stager = direct_stager(layout, copies)
-    [written] = write_staged(
-        target, one_file(path, num_bytes), num_bytes, stager, on_chunk=lambda _size: None
-    )
+    files = whole_files([path], [num_bytes], [0])
+    [written] = write_staged(target, files, num_bytes, stager, on_chunk=lambda _size: None)
     return part_of(path, num_bytes, positions, written)

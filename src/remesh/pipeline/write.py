@@ -1,9 +1,9 @@
 """Writing what a rank stores: pieces → chunks → digests → storage.
 
-All that a rank writes is one stream of bytes, fully determined before the first is written: a
-header, then the pieces one after the other. A chunk of it is gathered from wherever the pieces lie
-in memory (`FileLayout`), then its blocks are digested, and it is written (`ChunkWriter`), by the
-threads of `remesh.pipeline.stage`. A chunk may begin and end in the middle of a piece; which
+All that a rank writes is one stream of bytes, fully determined before the first is written: pieces
+one after the other, of which headers are some. A chunk of it is gathered from wherever the pieces
+lie in memory (`FileLayout`), then its blocks are digested, and it is written (`ChunkWriter`), by
+the threads of `remesh.pipeline.stage`. A chunk may begin and end in the middle of a piece; which
 elements those are is again a flat range, so `boxes_of_flat_range` cuts it into boxes that any
 memory can copy out.
 
@@ -19,15 +19,15 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
 from remesh.core.compression import encode_block, encode_table, table_size
-from remesh.core.dtypes import DType
+from remesh.core.dtypes import BY_NAME, DType
 from remesh.core.geometry import IntArray, boxes_of_flat_range
 from remesh.core.integrity import BLOCK_SIZE, WrittenFile, block_digests
-from remesh.core.memory import Memory, contiguous_bytes
+from remesh.core.memory import HostMemory, Memory, contiguous_bytes
 from remesh.pipeline.arena import Chunk
 from remesh.storage import Buffer, Storage, Writer
 
@@ -48,13 +48,18 @@ class FilePiece:
     dtype: DType  # its element type
     position: int  # byte at which it begins in the file, a multiple of the element size
 
+    @classmethod
+    def of_bytes(cls, position: int, data: bytes) -> Self:
+        """Bytes that are known, such as a header."""
+        array = np.frombuffer(data, np.uint8)
+        return cls(HostMemory(array), array.shape, BY_NAME["uint8"], position)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileLayout:
     """All that determines the bytes of a stream, which mostly is one data file."""
 
-    header: bytes  # its first bytes
-    pieces: Sequence[FilePiece]  # what follows, sorted by position, without gaps
+    pieces: Sequence[FilePiece]  # what it consists of, sorted by position, without gaps
     num_bytes: int  # size of the whole stream
 
     @property
@@ -75,12 +80,8 @@ class FileLayout:
     def fill(self, start: int, buffer: Buffer, *, queued: bool = False) -> None:
         """Gather the bytes of the file from `start` on, which is at an element's beginning."""
         stop = start + len(buffer)
-        if start < len(self.header):
-            part = np.frombuffer(self.header, dtype=np.uint8)[start:stop]
-            buffer[: len(part)] = part
         number = bisect.bisect_right(self.pieces, start, key=lambda piece: piece.position)
-        number = max(number - 1, 0)
-        at = max(start, len(self.header))
+        number, at = number - 1, start
         plain: list[Buffer] = []
         while number < len(self.pieces) and (piece := self.pieces[number]).position < stop:
             data = contiguous_bytes(piece.memory)
@@ -143,11 +144,6 @@ def whole_files(paths: Sequence[str], sizes: Sequence[int], starts: Sequence[int
         np.zeros_like(num_bytes),
         num_bytes,
     )
-
-
-def one_file(path: str, num_bytes: int) -> StreamFiles:
-    """A stream that is a single file."""
-    return whole_files((path,), (num_bytes,), (0,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
