@@ -40,7 +40,7 @@ from remesh.core.compression import (
 from remesh.core.dtypes import DTYPES
 from remesh.core.geometry import MAX_DIMS, MAX_ELEMENTS, Box, IntArray
 from remesh.core.packing import pack, unpack
-from remesh.core.pieces import MAX_POSITION, Lists, PieceRows, Pieces, joined, ranges
+from remesh.core.pieces import MAX_POSITION, Lists, PieceRows, Pieces, distinct, joined
 from remesh.core.tables import BoxTable, Columns, Cuts, TensorTable, decode_columns, encode_columns
 from remesh.errors import CorruptCheckpointError
 
@@ -283,11 +283,8 @@ class Index(Mapping[str, StoredTensor]):
     @property
     def num_bytes(self) -> int:
         """Bytes of all pieces."""
-        kinds, of = self.pieces_of_tensors.alike(self.tensors.itemsizes)
-        rows = self.rows(self.pieces_among(kinds))
-        sizes = np.zeros(len(self.tensors), dtype=np.int64)
-        np.add.at(sizes, rows.tensor, rows.sizes * self.tensors.itemsizes[rows.tensor])
-        return int(sizes[kinds][of].sum())
+        pieces = self.pieces_of_tensors
+        return int(Cuts(self.tensors, pieces.offsets, pieces.extents).num_bytes.rows.sum())
 
     @property
     def is_compressed(self) -> bool:
@@ -313,10 +310,6 @@ class Index(Mapping[str, StoredTensor]):
     def piece_range(self, row: int) -> tuple[int, int]:
         """Numbers of the first and one past the last piece of a tensor."""
         return int(self.first_pieces[row]), int(self.first_pieces[row + 1])
-
-    def pieces_among(self, tensors: IntArray) -> IntArray:
-        """Numbers of the pieces of some tensors, one tensor after the other."""
-        return ranges(self.first_pieces[tensors], np.diff(self.first_pieces)[tensors])
 
     def tensor_of(self, piece: IntArray) -> IntArray:
         """Row of the tensor of each of some pieces."""
@@ -527,7 +520,7 @@ def _check_pieces(index: Index, file_sizes: IntArray) -> None:
     if not len(filled):
         return
     own, itemsizes = pieces.among(filled), tensors.itemsizes[filled]
-    kinds, of = own.alike(itemsizes)
+    kinds, of = distinct(*(one.number for one in own.lists), itemsizes)
     lengths = own.offsets.lengths[kinds]
     first = np.cumsum(lengths) - lengths
     offsets, extents, file, steps = (

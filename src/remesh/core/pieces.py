@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from remesh.core.geometry import MAX_ELEMENTS, IntArray, row_products
+from remesh.core.geometry import MAX_ELEMENTS, IntArray
 
 Number = TypeVar("Number", np.int64, np.bool_)
 
@@ -187,10 +187,6 @@ class Pieces:
         offsets, extents, files, steps = (one.among(tensors) for one in self.lists)
         return Pieces(offsets, extents, files, steps, self.in_file, self.in_tensor[tensors])
 
-    def alike(self, *columns: IntArray) -> tuple[IntArray, IntArray]:
-        """One of each kind of tensors with equal lists and columns, and the kind of each."""
-        return distinct(*(one.number for one in self.lists), *columns)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceRows:
@@ -218,11 +214,6 @@ class PieceRows:
     def extents(self) -> IntArray:
         """(rows, d) shapes, padded with 1."""
         return self._column(self.pieces.extents)
-
-    @property
-    def sizes(self) -> IntArray:
-        """Elements of each."""
-        return row_products(self.extents)
 
     @property
     def file(self) -> IntArray:
