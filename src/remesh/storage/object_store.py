@@ -42,7 +42,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -326,45 +326,31 @@ class ObjectStorage(Storage):
             least = -(-num_bytes // MAX_PARTS)
             part_bytes = -(-least >> 20) << 20  # whole mebibytes
 
-        def upload(parts: Iterator[Buffer]) -> None:
-            if not overwrite:
-                parts = self._if_free(path, parts)
-            if num_bytes > part_bytes:
-                self._put_parts(path, parts, part_bytes, number)
-                return
-            # Taking all parts waits until the writer finishes.
-            whole = [*parts, np.empty(0, np.uint8)][0]
-            if overwrite:
-                self._put(path, whole.data)
-            elif not self._put_first(path, whole.data):
-                name = self._name(path)
-                raise StorageError(f"{name} exists already: another writer was first")
-
-        return self._stream(path, num_bytes, part_bytes, upload)
-
-    def _stream(
-        self,
-        path: str,
-        num_bytes: int,
-        part_bytes: int,
-        upload: Callable[[Iterator[Buffer]], None],
-    ) -> StreamWriter:
-        """A file that is uploaded while it is written."""
         check_path(path)
         with self._lock:
             if path in self._unfinished:
                 raise StorageError(f"{self._name(path)} exists already: it is being written")
             self._unfinished.add(path)
 
-        def run(parts: Iterator[Buffer]) -> None:
+        def upload(parts: Iterator[Buffer]) -> None:
             try:
                 with self._explained("write", path):
-                    upload(parts)
+                    parts = parts if overwrite else self._if_free(path, parts)
+                    if num_bytes > part_bytes:
+                        self._put_parts(path, parts, part_bytes, number)
+                        return
+                    # Taking all parts waits until the writer finishes.
+                    whole = [*parts, np.empty(0, np.uint8)][0]
+                    if overwrite:
+                        self._put(path, whole.data)
+                    elif not self._put_first(path, whole.data):
+                        name = self._name(path)
+                        raise StorageError(f"{name} exists already: another writer was first")
             finally:
                 with self._lock:
                     self._unfinished.discard(path)
 
-        return StreamWriter(self._name(path), num_bytes, part_bytes, run)
+        return StreamWriter(self._name(path), num_bytes, part_bytes, upload)
 
     def delete(self, path: str) -> None:
         key = self._key(path)
