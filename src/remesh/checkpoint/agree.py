@@ -195,12 +195,11 @@ class _Details(msgspec.Struct, frozen=True):
 
 
 class _WriteAssignment(msgspec.Struct, frozen=True, tag=True):
-    """Answer of rank 0 to a rank: rows of its boxes as int64 bytes."""
+    """Answer of rank 0 to a rank."""
 
     save_id: str  # names the save
-    rows: bytes | None  # those that the rank writes, in file order; None if the rank knows them
-    shared: bytes | None  # those that other ranks hold as well; None if the rank knows them
-    apart: bytes  # which of `shared` are held by ranks that no mesh joins, as bool bytes
+    own: tuple[bytes, bytes, bytes] | None
+    """`PlanCache.rows`, `shared` and `apart` of the rank as bytes; None if the rank knows them."""
     compares: bool  # whether there is anything to compare
     checks_place: bool  # whether the ranks find out whether they share the place
     file_plan: bytes  # what the writer of the format makes of the boxes
@@ -283,12 +282,11 @@ def agree(
     if isinstance(answer, _Request):
         tell = partial(mine.details, answer)
         answer = msgspec.msgpack.decode(run_joined(exchange, tell, plan), type=_WriteAssignment)
-    if answer.rows is None or answer.shared is None:
+    if answer.own is None:
         cache.hits += 1
     else:
-        cache.rows = np.frombuffer(answer.rows, dtype=np.int64)
-        cache.shared = np.frombuffer(answer.shared, dtype=np.int64)
-        cache.apart = np.frombuffer(answer.apart, dtype=np.bool_)
+        cache.rows, cache.shared = (np.frombuffer(one, np.int64) for one in answer.own[:2])
+        cache.apart = np.frombuffer(answer.own[2], np.bool_)
         cache.plan_id, cache.rank = answer.save_id, exchange.rank
     planned = _compare_and_plan(exchange, storage, mine, options, answer, cache)
     return replace(planned, global_plan=None if planner is None else planner.made)
@@ -307,7 +305,7 @@ def _compare_and_plan(
     probe = _probe_path(assigned.save_id)
     try:
         if assigned.compares:
-            comparison = _comparison(options, is_new=assigned.rows is not None)
+            comparison = _comparison(options, is_new=assigned.own is not None)
             copies = None if cache.plan is None else cache.plan.copies
             rows = cache.shared
             roles = roles_of_copies(mine.tensors.roles[rows], cache.apart)
@@ -422,12 +420,9 @@ class _Planner:
         )
         answers = []
         for rows, copies in zip(cache.assignments, plan.copies.by_rank(world_size), strict=True):
-            own = plan.row[rows].tobytes() if is_new else None
-            shared = plan.copies.row[copies].tobytes() if is_new else None
-            apart = plan.copies.apart[copies].tobytes() if is_new else b""
-            answer = _WriteAssignment(
-                save_id, own, shared, apart, compares, checks_place, files, holders
-            )
+            shared, apart = plan.copies.row[copies], plan.copies.apart[copies]
+            own = (plan.row[rows].tobytes(), shared.tobytes(), apart.tobytes()) if is_new else None
+            answer = _WriteAssignment(save_id, own, compares, checks_place, files, holders)
             answers.append(msgspec.msgpack.encode(answer))
         saved = Saved(
             save_id,
