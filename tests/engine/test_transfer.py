@@ -98,7 +98,7 @@ def test_messages_of_a_turn_lie_apart(parts: list[list[tuple[int, int, int]]]) -
             for row in range(*messages.first[number : number + 2].tolist()):
                 assert end <= messages.position[row] < end + 16
                 end = int(messages.position[row] + messages.regions.extents[row, 0])
-            assert end <= messages.stop[number] <= messages.buffer_bytes
+            assert end <= messages.stop[number] <= messages.buffer_bytes()
             end = int(messages.stop[number])
     assert messages.turn_of_region.tolist() == sorted(t for rows in parts for *_, t in rows)
 
@@ -216,4 +216,4 @@ def test_equal_requests_are_packed_once() -> None:
     messages = Messages.of(index, [((1, 2, 5), regions, turn)])
     assert messages.peers == [(1, 2, 5)] * 2
     assert messages.num_bytes == 3 * 110
-    assert messages.buffer_bytes == transfer.HEAD_BYTES + 64
+    assert messages.buffer_bytes() == transfer.HEAD_BYTES + 64

@@ -302,8 +302,8 @@ def message_buffers(exchange: Exchange, index: Index, plan: TransferPlan) -> Mes
     seen: dict[int, Sequence[MessageBuffer]] = {}
     try:
         with Outcome() as offered:
-            shared = SharedBuffers(num_leaving, plan.outgoing.buffer_bytes)
-            offered.reply = msgspec.msgpack.encode((shared.offer, plan.outgoing.buffer_bytes))
+            shared = SharedBuffers(num_leaving, plan.outgoing.buffer_bytes())
+            offered.reply = msgspec.msgpack.encode((shared.offer, plan.outgoing.buffer_bytes()))
         offers = share_outcomes(exchange, offered)
         with Outcome() as looked:
             for rank in sorted({rank for peers in plan.incoming.peers for rank in peers}):
@@ -318,7 +318,7 @@ def message_buffers(exchange: Exchange, index: Index, plan: TransferPlan) -> Mes
             shared.close()
     assert shared is not None
     by_rank = [msgspec.msgpack.decode(reply, type=list[int]) for reply in replies]
-    arriving = plan.incoming.buffer_bytes_but_from(seen)
+    arriving = plan.incoming.buffer_bytes(but_from=seen)
     return MessageBuffers(
         *carried,
         list(map(HostBuffer, shared.buffers)),
@@ -472,8 +472,8 @@ def device_buffers(
     """Memory for the messages of a plan. Collective: if it is refused anywhere, all ranks raise."""
 
     def make() -> MessageBuffers:
-        leaving = device.buffers(_NUM_BUFFERS, plan.outgoing.buffer_bytes)
-        arriving = device.buffers(_NUM_BUFFERS, plan.incoming.buffer_bytes)
+        leaving = device.buffers(_NUM_BUFFERS, plan.outgoing.buffer_bytes())
+        arriving = device.buffers(_NUM_BUFFERS, plan.incoming.buffer_bytes())
         carried = carried_by(index, plan.outgoing), carried_by(index, plan.incoming)
         return MessageBuffers(*carried, leaving, arriving, device=device)
 

@@ -101,15 +101,10 @@ class Messages:
         """The turn of each region."""
         return np.repeat(self.turn, np.diff(self.first))
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the messages of a turn, the most of any turn."""
-        return self.buffer_bytes_but_from(())
-
-    def buffer_bytes_but_from(self, ranks: Container[int]) -> int:
-        """The same, without messages from some ranks, of messages that this rank gets."""
+    def buffer_bytes(self, but_from: Container[int] = ()) -> int:
+        """Bytes of the messages of a turn, the most of any turn, without those from some ranks."""
         stops = zip(self.stop.tolist(), self.peers, strict=True)
-        return max((stop for stop, (rank, *_) in stops if rank not in ranks), default=0)
+        return max((stop for stop, (rank, *_) in stops if rank not in but_from), default=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
