@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -130,6 +131,20 @@ def test_what_is_dropped_keeps_its_value(full: Full) -> None:
     same = [model.get_parameter("body.0.weight"), net.get_parameter("body.0.weight")]
     assert torch.equal(*same)
     assert "model.head.weight" in report.kept
+
+
+@pytest.mark.parametrize("transform", [{"ema.": "model."}, "ema.head.weight -> model.head.weight"])
+def test_what_is_replaced_is_reported_as_not_loaded(full: Full, transform: Any) -> None:
+    path, _, _ = full
+    state = {"model": Encoder(seed=2)}
+    report = remesh.load(state, path, transform=transform)
+    stored = remesh.Checkpoint(path)
+    weight = state["model"].head.weight.detach().numpy()
+    assert np.array_equal(weight, stored["ema.head.weight"])
+    assert report.renamed["model.head.weight"] == "ema.head.weight"
+    assert "model.head.weight" in report.unexpected
+    assert "ema.head.weight" not in report.unexpected
+    assert ("model.head.bias" in report.unexpected) == ("model.head.bias" in report.renamed)
 
 
 def test_names_that_collide_and_rules_that_are_none(full: Full) -> None:

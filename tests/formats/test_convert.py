@@ -12,6 +12,7 @@ import sys
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,6 +154,18 @@ def test_statements_fuse_and_cast(tmp_path: Path) -> None:
     assert torch.equal(found["qk"], torch.cat([torch.ones(3, 2), torch.zeros(3, 2)], 1))
     assert torch.equal(found["b"], expected["b"].bfloat16())
     assert found.keys() == {"qk", "b"}
+
+
+@pytest.mark.parametrize("transform", [{"a": "b"}, {"a": "b", "c.": "d."}, "a -> b"])
+def test_what_a_transformation_replaces_is_named(
+    transform: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"a": torch.ones(2), "b": torch.zeros(2), "c": {"x": torch.rand(2)}, "step": 7}
+    remesh.save(state, tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "b", format="remesh", transform=transform)
+    assert remesh.Checkpoint(tmp_path / "b")["b"].tolist() == [1, 1]
+    [warning] = caplog.records
+    assert warning.message.splitlines()[0] == "the transformation leaves out b"
 
 
 def test_what_is_fused_for_the_ranks_of_the_source_is_taken_apart(tmp_path: Path) -> None:

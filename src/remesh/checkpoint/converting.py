@@ -276,6 +276,12 @@ def _resolve(contents: Contents, program: Transform) -> Resolved:
             f"{min(resolved.kept)}: keeps its initial value, and a conversion has none; leave the "
             "statement out"
         )
+    if resolved.unused:
+        _log.warning(
+            "the transformation leaves out %s\nSomething else gets these names, or nothing is made of "
+            "what statements read. Rename them as well to keep them",
+            listed(resolved.unused),
+        )
     return resolved
 
 

@@ -139,7 +139,7 @@ class RankLoadPlan:
         asked.update(description.values, description.merged_lists)
         asked.update(element.unique_name for element in description.objects)
         if isinstance(self.names, TransformedState):
-            asked.update(self.names.read_for(asked))
+            asked = self.names.read_for(asked)
         asked.update(stored.holders(asked))
         index = stored.index
         rows = {index.row(name) for name in asked if name in index}

@@ -100,11 +100,14 @@ class TransformedState:
         return found[0]
 
     def read_for(self, names: Iterable[str]) -> set[str]:
-        """The stored names that some names of a state are made of, and those that are deleted."""
-        targets = self.resolved.targets
-        read = {s for name in names if name in targets for s in self.resolved.sources_of(name)}
-        read.update(self._lists[name] for name in names if name in self._lists)
-        return read.union(self.resolved.deleted)
+        """The stored names that some names of a state stand for, and those that are deleted.
+
+        What is stored under a name that is made of others is not among them.
+        """
+        plans, read = self.resolved.plans, set(self.resolved.deleted)
+        for name in names:
+            read.update(plans[name].sources if name in plans else [self._lists.get(name, name)])
+        return read
 
     def merged_list(self, name: str) -> list[str] | None:
         """See `Stored.merged_list`; a made parameter is in the group of what it is made of."""
