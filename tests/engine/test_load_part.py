@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import remesh
+from remesh.checkpoint import convert
 from remesh.errors import TransformError
 
 
@@ -131,6 +132,49 @@ def test_what_is_dropped_keeps_its_value(full: Full) -> None:
     same = [model.get_parameter("body.0.weight"), net.get_parameter("body.0.weight")]
     assert torch.equal(*same)
     assert "model.head.weight" in report.kept
+
+
+class Slots(nn.Module):
+    """A model whose parameters are called like what optimizers keep of others."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        parameters = {key: nn.Parameter(torch.rand(4)) for key in ("exp_avg", "step", "x")}
+        self.inner.register_module(name, nn.ParameterDict(parameters))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x * p**3 for p in self.parameters()])
+
+
+@pytest.mark.parametrize("through", ["load", "convert"])
+@pytest.mark.parametrize(
+    ("key", "name", "transform"),
+    [
+        ("net", "w", {"model.": "net."}),
+        ("model", "v", {"model.inner.w.": "model.inner.v."}),
+        (
+            "model",
+            "v",
+            [f"model.inner.w.{x} -> model.inner.v.{x}" for x in ("exp_avg", "step", "x")],
+        ),
+    ],
+)
+def test_parameters_called_like_slots_keep_their_moments(
+    key: str, name: str, transform: Any, through: str, tmp_path: Path
+) -> None:
+    model = Slots("w")
+    optimizer = trained(model, torch.optim.AdamW)
+    remesh.save({"model": model, "optimizer": optimizer}, tmp_path / "a")
+    net = Slots(name)
+    own = torch.optim.AdamW(net.parameters(), lr=0.5)
+    state = {key: net, "optimizer": own}
+    if through == "convert":
+        convert(tmp_path / "a", tmp_path / "b", format="remesh", transform=transform)
+        remesh.load(state, tmp_path / "b", unexpected="error")
+    else:
+        remesh.load(state, tmp_path / "a", transform=transform, unexpected="error")
+    assert same_next_step(model, optimizer, net, own)
 
 
 @pytest.mark.parametrize("transform", [{"ema.": "model."}, "ema.head.weight -> model.head.weight"])

@@ -278,7 +278,7 @@ def _resolve(contents: Contents, program: Transform) -> Resolved:
         )
     if resolved.unused:
         _log.warning(
-            "the transformation leaves out %s\nSomething else gets these names, or nothing is made of "
+            "the transformation leaves out %s\nIt makes something else of that name, or nothing of "
             "what statements read. Rename them as well to keep them",
             listed(resolved.unused),
         )

@@ -140,8 +140,14 @@ def find_states(
             suffixed.append((name, State(head, SLOTS[tail], "", f".{tail}", "")))
         else:
             parameters[name] = None
+    # A parameter that is called like a slot has states of its own.
+    nested = (one for group in by_root.values() for one in group if one[2] in _KNOWN_SLOTS)
+    shorts = {f".{short}" for _, short, *_ in nested if short.rpartition(".")[2] in SLOTS}
     for name, state in suffixed:
-        states.add(name, state)
+        if f".{name}".endswith(tuple(shorts)):
+            parameters[name] = None
+        else:
+            states.add(name, state)
     for root in [root for root in by_root if root not in owners]:
         if not any(slot in _KNOWN_SLOTS for _, _, slot, _, _ in by_root[root]):
             # A module called `state`, or an entry of a state.
