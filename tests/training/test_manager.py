@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -245,6 +246,49 @@ def test_a_step_is_saved_again_only_if_it_is_another_state(tmp_path: Path) -> No
         assert manager.resume(state) is not None
         manager.save(2, state)
     assert names(tmp_path) == ["0002"]
+
+
+def test_a_pinned_step_that_is_saved_again_is_pinned_from_the_commit_on(tmp_path: Path) -> None:
+    pinned = []
+
+    def look(event: Event) -> None:
+        if event.point == "save.done" and event.rank == 0:
+            [info] = catalog.list_checkpoints(open_storage(tmp_path))
+            pinned.append(info.is_pinned)
+
+    state = {"w": torch.rand(2)}
+    with Manager(tmp_path, every=2, group=Alone(), on_event=look) as manager:
+        manager.step(2, state)
+        manager.wait()
+        catalog.pin(tmp_path / "step_00000002")
+        manager.save(2, state, metrics={"accuracy": 0.9})
+        manager.wait()
+        assert pinned == [False, True]
+        catalog.unpin(tmp_path / "step_00000002")
+        manager.save(2, state, metrics={"accuracy": 0.8})
+    assert pinned == [False, True, False]
+    catalog.pin(tmp_path / "step_00000002")
+    remesh.save(state, tmp_path / "step_00000002", overwrite=True)
+    [info] = catalog.list_checkpoints(open_storage(tmp_path))
+    assert not info.is_pinned
+
+
+def test_copies_under_another_name_neither_count_nor_go(tmp_path: Path) -> None:
+    state = {"w": torch.rand(2)}
+    with Manager(tmp_path, every=1, keep=2, group=Alone()) as manager:
+        for step in range(1, 6):
+            manager.step(step, state)
+            manager.wait()
+            if step == 2:
+                shutil.copytree(tmp_path / "step_00000002", tmp_path / "backup_2")
+            if step == 4:
+                shutil.copytree(tmp_path / "step_00000004", tmp_path / "zoo_4")
+    assert sorted(one.name for one in tmp_path.iterdir() if one.is_dir()) == [
+        "backup_2",
+        "step_00000004",
+        "step_00000005",
+        "zoo_4",
+    ]
 
 
 def test_what_rank_0_has_to_tell_of_a_saved_step_decides_for_all(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ bucket. What a manager knows when it saves is in the commit record, as metadata 
 * `failures.json`: how often it could not be loaded, and why. `note_failure`.
 * `removing.json`: it is being removed. `remove`.
 
-A save that replaces a checkpoint removes its pin and its failures.
+A save that replaces a checkpoint removes its failures, and its pin unless told to leave it.
 
 Those with content have a digest of it, and are read again if it does not fit. A reader's mark that
 stays wrong counts for ever.
@@ -79,6 +79,7 @@ LEASE_SECONDS = 6 * 3600.0
 """How long a lease counts if its reader dies without ending it."""
 
 _PINNED = "pinned.json"
+_OUTLASTING = b'{"outlasts": "a save"}\n'
 _FAILURES = "failures.json"
 _REMOVING = "removing.json"
 _NAME = re.compile(r"(?:.*[^0-9])?([0-9]+)", re.DOTALL)
@@ -447,12 +448,21 @@ def forget_failures(storage: Storage, name: str) -> None:
 
 def forget_replaced(storage: Storage) -> None:
     """Remove the pin and the failures of a checkpoint that another one has replaced."""
-    storage.delete_many([_PINNED, _FAILURES])
+    storage.delete(_FAILURES)
+    with suppress(CheckpointNotFoundError):
+        if storage.read(_PINNED) != _OUTLASTING:
+            storage.delete(_PINNED)
 
 
-def is_pinned(storage: Storage, name: str) -> bool:
-    """True if a checkpoint has a pin."""
-    return storage.exists(f"{name}/{_PINNED}")
+def keep_pin(storage: Storage, name: str) -> bool:
+    """Let the pin of a checkpoint outlast the next save there; False if it has none.
+
+    It does so until `pin` puts it again.
+    """
+    has_pin = storage.exists(f"{name}/{_PINNED}")
+    if has_pin:
+        storage.put(f"{name}/{_PINNED}", _OUTLASTING, overwrite=True)
+    return has_pin
 
 
 # ---------------------------------------------------------------------------------------------

@@ -391,7 +391,7 @@ class Manager:
             self._watch.check_agent()
             self._end_save()
             may_be_pinned = step == self.saved_step and self._exchange.rank == 0
-            is_pinned = may_be_pinned and catalog.is_pinned(self._storage, name)
+            is_pinned = may_be_pinned and catalog.keep_pin(self._storage, name)
             summary = self._recorder.describe(step, metrics, full, what)
             found = describe_local(full)
             own.append((found, _Save(step, digest_of(found), time.monotonic(), is_pinned)))

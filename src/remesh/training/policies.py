@@ -244,7 +244,8 @@ def decide_retention(
     infos: Sequence[CheckpointInfo], policies: Sequence[KeepPolicy], *, run: str, now: float
 ) -> list[RetentionDecision]:
     """One decision for each checkpoint, in the order given; only those of `run` may go."""
-    counted = [info for info in infos if info.run == run and not info.problem]
+    own = [info for info in infos if info.run == run and not info.problem]
+    counted = [info for info in own if not _is_copy(info)]
     reasons: dict[str, list[str]] = {info.name: _protections(info, run, now) for info in infos}
     newest = catalog.newest_of([info for info in infos if not info.problem])
     own_newest = catalog.newest_of(counted)
@@ -270,8 +271,14 @@ def remove_unkept(
     return removed
 
 
+def _is_copy(info: CheckpointInfo) -> bool:
+    """True if a checkpoint of a manager has a name that no manager gives it."""
+    return info.note is not None and info.name != catalog.step_name(info.step)
+
+
 def _protections(info: CheckpointInfo, run: str, now: float) -> list[str]:
     facts = (
+        (_is_copy(info), f"a copy of {catalog.step_name(info.step)}"),
         (info.is_pinned, "pinned"),
         (info.in_use_until > now, "in use"),
         (info.run != run, f"of another run, {info.run or 'which has no name'}"),
