@@ -196,6 +196,16 @@ def test_a_time_zone_comes_back_as_its_offset() -> None:
     assert back.utcoffset() == dt.timedelta(hours=2)
 
 
+def test_the_second_of_two_equal_times_comes_back_as_that() -> None:
+    zone = ZoneInfo("Europe/Berlin")
+    for fold in (0, 1):
+        naive = dt.datetime(2024, 10, 27, 2, 30, fold=fold)  # noqa: DTZ001
+        back = round_trip(naive)
+        assert back.fold == fold
+        assert back.replace(tzinfo=zone).timestamp() == naive.replace(tzinfo=zone).timestamp()
+        assert round_trip(naive.time()).fold == fold
+
+
 NUMPY_SCALARS: list[Any] = [
     np.float64(0.1),
     np.float32(-0.0),
@@ -474,7 +484,15 @@ def test_damaged_encodings_do_nothing(value: object, data: st.DataObject) -> Non
 
 @pytest.mark.parametrize(
     ("kind", "payload"),
-    [(5, 1), (None, 1), ("int", "12z"), ("datetime", "yesterday"), ("dict", 3), ("numpy", ["<f8"])],
+    [
+        (5, 1),
+        (None, 1),
+        ("int", "12z"),
+        ("datetime", "yesterday"),
+        ("time.fold", 3),
+        ("dict", 3),
+        ("numpy", ["<f8"]),
+    ],
 )
 def test_malformed_payloads_are_corruption(kind: object, payload: object) -> None:
     with pytest.raises(CorruptCheckpointError, match="cannot be decoded"):

@@ -34,6 +34,7 @@ from remesh.core.state import (
     Stored,
     Walk,
     assemble,
+    name_of,
     numbered_like,
 )
 
@@ -189,7 +190,12 @@ def describe_stateful(walk: Walk, path: Path, node: Any) -> Rebuild:
     rebuild_state = describe_copy(walk, path, node.state_dict())
 
     def rebuild(loaded: Loaded) -> Any:
-        node.load_state_dict(rebuild_state(loaded))
+        state = rebuild_state(loaded)
+        try:
+            node.load_state_dict(state)
+        except Exception as error:
+            error.add_note(f"{name_of(path)}: {type(node).__name__} refuses what is stored for it")
+            raise
         return node
 
     return rebuild

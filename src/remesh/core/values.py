@@ -274,6 +274,11 @@ def _encode_namespace(kind: str, value: object, where: str) -> object:
     return _tagged(kind, _encode_mapping(vars(value), where))
 
 
+def _encode_time(kind: str, value: dt.datetime | dt.time, _where: str) -> object:
+    """ISO 8601 has no word for the second of two equal times, when clocks are put back."""
+    return _tagged(f"{kind}.fold" if value.fold else kind, value.isoformat())
+
+
 def _itself(value: object, _where: str) -> object:
     return value
 
@@ -292,9 +297,9 @@ _ENCODERS: dict[type, Callable[[Any, str], object]] = {
     frozenset: partial(_encode_set, "frozenset"),
     complex: lambda value, _: _tagged("complex", [value.real, value.imag]),
     io.BytesIO: lambda value, _: _tagged("io.BytesIO", value.getvalue()),
-    dt.datetime: lambda value, _: _tagged("datetime", value.isoformat()),
+    dt.datetime: partial(_encode_time, "datetime"),
     dt.date: lambda value, _: _tagged("date", value.isoformat()),
-    dt.time: lambda value, _: _tagged("time", value.isoformat()),
+    dt.time: partial(_encode_time, "time"),
     dt.timedelta: lambda value, _: _tagged(
         "timedelta", [value.days, value.seconds, value.microseconds]
     ),
@@ -438,6 +443,8 @@ _DECODERS: dict[str, Callable[..., object]] = {
     "datetime": dt.datetime.fromisoformat,
     "date": dt.date.fromisoformat,
     "time": dt.time.fromisoformat,
+    "datetime.fold": lambda payload: dt.datetime.fromisoformat(payload).replace(fold=1),
+    "time.fold": lambda payload: dt.time.fromisoformat(payload).replace(fold=1),
     "timedelta": lambda payload: dt.timedelta(*payload),
     "numpy": _decode_numpy,
     "numpy.ndarray": _decode_array,

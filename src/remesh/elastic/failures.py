@@ -83,7 +83,8 @@ class Patterns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     )  # signs that memory ran out, which no other process has caused
     collateral: tuple[str, ...] = (
         r"Connection (closed|reset) by peer",
-        r"Connection refused",
+        r"Connection (refused|timed out)",
+        r"No route to host|Network is unreachable",
         r"Broken pipe",
         r"\bncclRemoteError\b",
         r"NCCL communicator was aborted",
