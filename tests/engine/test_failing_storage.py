@@ -43,7 +43,8 @@ WRITE_FAULTS = {
     "last sync": Fail("sync", number=errno.EIO, skip=NUM_RANKS),
     "values": Fail("put", "*/values.msgpack", number=errno.ENOSPC),
     "index": Fail("put", "*/index.safetensors", number=errno.EIO),
-    "record": Fail("put", "remesh.json", number=errno.ENOSPC),
+    "record": Fail("put", "remesh.json", number=errno.EIO),
+    "record without room": Fail("put", "remesh.json", number=errno.ENOSPC),
     "space": Fail("space", number=errno.EIO),
     "read": Fail("read", number=errno.EIO),
 }

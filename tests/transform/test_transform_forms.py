@@ -260,3 +260,14 @@ def test_what_reverse_says(text: str, reverse: str) -> None:
 def test_reverse_refuses_what_has_no_opposite(text: str, says: str) -> None:
     with pytest.raises(TransformError, match=says):
         Transform(text).reversed()
+
+
+@pytest.mark.parametrize("text", ["x, tie -> a, axis=0", "x, fused_qkv, untie -> a, stack=0"])
+def test_the_text_of_a_reversed_statement_reads_flags_as_names(text: str) -> None:
+    back = Transform(text).reversed()
+    names = list(text.split(" -> ", maxsplit=1)[0].split(", "))
+    whole = {"a": numbered(len(names), 3)}
+    found = Transform(str(back)).apply(whole)
+    assert sorted(found) == sorted(names)
+    for name in names:
+        np.testing.assert_array_equal(found[name], back.apply(whole)[name])

@@ -455,10 +455,7 @@ def forget_replaced(storage: Storage) -> None:
 
 
 def keep_pin(storage: Storage, name: str) -> bool:
-    """Let the pin of a checkpoint outlast the next save there; False if it has none.
-
-    It does so until `pin` puts it again.
-    """
+    """Let a pin outlast the next save there, until `pin` puts it again; False if there is none."""
     has_pin = storage.exists(f"{name}/{_PINNED}")
     if has_pin:
         storage.put(f"{name}/{_PINNED}", _OUTLASTING, overwrite=True)

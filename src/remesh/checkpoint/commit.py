@@ -22,7 +22,7 @@ from remesh import catalog
 from remesh.checkpoint.agree import GlobalSavePlan
 from remesh.checkpoint.sharing import check_arrived
 from remesh.checkpoint.unchanged import remove_paths
-from remesh.errors import CheckpointError, StorageError
+from remesh.errors import CheckpointError, NoSpaceError, StorageError
 from remesh.events import Emit
 from remesh.formats.native import data_folder
 from remesh.formats.table import writer_of
@@ -79,8 +79,9 @@ def finish(
 ) -> None:
     """Rank 0: write the small files and, in one atomic step, the one that makes it exist.
 
-    A failure before that step removes all files of the save. A failure in it, or after it, leaves
-    everything in place, because the checkpoint may be visible already. What `parts` says of files,
+    A failure before that step removes all files of the save, and so does a disk that is full for
+    it. Another failure in it, or after it, leaves everything in place, because the checkpoint may
+    be visible already. What `parts` says of files,
     in rank order, is durable.
     """
     writer, overwrite = writer_of(save.options.format), save.options.overwrite
@@ -119,7 +120,14 @@ def finish(
             now = writer.existing(storage, save.options.format_options)
             replaced += [now] if now is not None and now != save.replaced else []
     kept = {part.path for own in parts for part in own} | {*put}
-    kept |= _commit(storage, renames, mark, overwrite)
+    try:
+        kept |= _commit(storage, renames, mark, overwrite)
+    except NoSpaceError:
+        with suppress(CheckpointError, StorageError):  # what cannot be read may be there
+            now = writer.existing(storage, save.options.format_options)
+            if writer.has_record and (now is None or now.save_id != save.saved.save_id):
+                give_up(storage, save, put=put)
+        raise
     emit("save.committed")
     if overwrite and writer.has_record:
         with suppress(StorageError):  # the checkpoint is there

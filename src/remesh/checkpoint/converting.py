@@ -277,11 +277,8 @@ def _resolve(contents: Contents, program: Transform) -> Resolved:
             "statement out"
         )
     if resolved.unused:
-        _log.warning(
-            "the transformation leaves out %s\nIt makes something else of that name, or nothing of "
-            "what statements read. Rename them as well to keep them",
-            listed(resolved.unused),
-        )
+        text = "the transformation leaves out %s\nTo keep what it replaces, rename that as well"
+        _log.warning(text, listed(resolved.unused))
     return resolved
 
 

@@ -82,8 +82,7 @@ class Patterns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         r"DefaultCPUAllocator: can't allocate",
     )  # signs that memory ran out, which no other process has caused
     collateral: tuple[str, ...] = (
-        r"Connection (closed|reset) by peer",
-        r"Connection (refused|timed out)",
+        r"Connection (closed by peer|reset by peer|refused|timed out)",
         r"No route to host|Network is unreachable",
         r"Broken pipe",
         r"\bncclRemoteError\b",

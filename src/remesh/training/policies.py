@@ -244,8 +244,8 @@ def decide_retention(
     infos: Sequence[CheckpointInfo], policies: Sequence[KeepPolicy], *, run: str, now: float
 ) -> list[RetentionDecision]:
     """One decision for each checkpoint, in the order given; only those of `run` may go."""
-    own = [info for info in infos if info.run == run and not info.problem]
-    counted = [info for info in own if not _is_copy(info)]
+    known = [info for info in infos if not _is_copy(info)]
+    counted = [info for info in known if info.run == run and not info.problem]
     reasons: dict[str, list[str]] = {info.name: _protections(info, run, now) for info in infos}
     newest = catalog.newest_of([info for info in infos if not info.problem])
     own_newest = catalog.newest_of(counted)

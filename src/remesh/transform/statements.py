@@ -81,10 +81,11 @@ class Statement:
             operator = self.operator.opposite()
         except Problem as problem:
             raise self.error(str(problem), self.operator_span, problem.hints) from None
+        quoted = (replace(one, quoted=one.quoted or one.literal in _FLAGS) for one in self.left)
         return replace(
             self,
             left=self.right,
-            right=self.left,
+            right=tuple(quoted),  # where a flag might stand
             operator=operator,
             is_reversed=not self.is_reversed,
         )
