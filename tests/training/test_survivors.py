@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import remesh
@@ -33,7 +34,7 @@ from remesh.training import (
 )
 from remesh.training import manager as manager_module
 from remesh.training.policies import EverySeconds
-from tests.support import run_ranks
+from tests.support import run_processes, run_ranks
 
 
 class Counting(torch.nn.Module):
@@ -396,6 +397,45 @@ def test_what_is_cut_is_taken_if_copies_of_all_parts_go_on(tmp_path: Path) -> No
     found = change(tmp_path, before=4, after=[1, 2], leave=in_forward, num_copies=2)
     assert_resumed(found, live=True)
     assert_same([world.rows for _, world, _ in found], [torch.full((12, 2), 3.0)] * 2)
+
+
+def leave_gathered(exchange: Exchange, root: str) -> None:
+    """FSDP2, left in a forward pass that has gathered the parameters of the outermost module."""
+    job = TrainingJob(is_reentrant=True)
+
+    def build() -> tuple[torch.nn.Sequential, torch.optim.Optimizer, dict[str, Any]]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        model.register_parameter("scale", torch.nn.Parameter(torch.rand(4)))
+        for part in (*model, model):
+            fully_shard(part)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return model, optimizer, {"model": model, "optimizer": optimizer, "step": 0}
+
+    model, optimizer, state = build()
+    manager = remesh.Manager(root, group=exchange, job=job)
+    model(torch.eye(4)).sum().backward()
+    optimizer.step()
+    manager.step(1, state)
+    expected = [copy.deepcopy(value.full_tensor()) for value in model.state_dict().values()]
+
+    def leave(*_: object) -> None:
+        raise WorldChangedError
+
+    model[1].register_forward_pre_hook(leave)
+    with pytest.raises(WorldChangedError):
+        model(torch.eye(4))
+    manager.abandon("the world changes")
+    job.make_room()
+    job.entries += 1
+    model, _, state = build()
+    resumed = remesh.Manager(root, group=exchange, job=job).resume(state)
+    assert resumed is not None
+    assert resumed.live
+    assert_same([value.full_tensor() for value in model.state_dict().values()], expected)
+
+
+def test_parameters_that_a_forward_pass_had_gathered_are_taken(tmp_path: Path) -> None:
+    run_processes(2, leave_gathered, str(tmp_path))
 
 
 @pytest.mark.parametrize("stored", ["", "whole", "damaged"])

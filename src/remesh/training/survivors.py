@@ -448,10 +448,9 @@ def _arrays_of(node: Any) -> Iterator[Any]:
 
 def _shard_again(module: torch.nn.Module) -> None:
     """Bring modules of FSDP2 back that an exception has left unsharded."""
-    parts: Iterable[Any] = module.modules()
-    for part in parts:
-        if hasattr(part, "reshard") and hasattr(part, "unshard"):
-            part.reshard()
+    if any(hasattr(part, "reshard") and hasattr(part, "unshard") for part in module.modules()):
+        # `reshard` would leave what a forward pass has gathered, if the root was interrupted in it.
+        module.state_dict()
 
 
 def bytes_by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, int]:
