@@ -38,6 +38,11 @@ def cut_evenly(shape: Sequence[int], num_parts: Sequence[int]) -> list[Box]:
     return [Box.from_slices(*cell) for cell in itertools.product(*bounds)]
 
 
+def numbered(*shape: int, start: int = 0) -> Array:
+    """An array whose elements are their flat numbers, from a first one on."""
+    return np.arange(start, start + np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+
+
 def pieces_of(array: Array, boxes: Sequence[Box]) -> list[Piece]:
     """An array cut into pieces, each with memory of its own."""
     return [Piece(box, array[box.slices].copy()) for box in boxes]

@@ -13,11 +13,7 @@ from remesh import MismatchError, Transform
 from remesh.core.geometry import Box
 from remesh.errors import TransformError
 from remesh.transform import TensorInfo, arrays
-from tests.transform.simulated import Array
-
-
-def numbered(*shape: int, start: int = 0) -> Array:
-    return np.arange(start, start + np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+from tests.transform.simulated import Array, numbered
 
 
 def layers(form: str, *numbers: int) -> dict[str, Array]:

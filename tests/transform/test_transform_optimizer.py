@@ -12,11 +12,7 @@ import torch
 from remesh import MismatchError, Transform
 from remesh.errors import TransformError
 from remesh.transform import TensorInfo
-from tests.transform.simulated import Array
-
-
-def numbered(*shape: int, start: int = 0) -> Array:
-    return np.arange(start, start + np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+from tests.transform.simulated import Array, numbered
 
 
 def count(value: float) -> Array:
