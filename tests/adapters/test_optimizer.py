@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import remesh
-from remesh.adapters import NamedModule, describe_leaf
+from remesh.adapters import DescribedOptimizer, NamedModule, describe_leaf
 from remesh.core.sharded import LocalNonpersistentObject
 from remesh.core.state import describe
 from remesh.errors import StateError
@@ -468,7 +468,26 @@ class Wrapper(Optimizer):
         self.inner.load_state_dict(state_dict)
 
 
-def test_an_optimizer_that_wraps_another_is_loaded() -> None:
+class LoadsLikeTorch(Wrapper):
+    """Hands on all but the load of torch, whose last step alone it takes part in."""
+
+    load_state_dict = Optimizer.load_state_dict
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.inner.__setstate__(state)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        Wrapper,
+        lambda inner: Wrapper(Wrapper(inner)),
+        lambda inner: DescribedOptimizer(Wrapper(inner), {}),
+        LoadsLikeTorch,
+    ],
+    ids=["once", "twice", "described", "like torch"],
+)
+def test_an_optimizer_that_wraps_another_is_loaded(wrap: Callable[[Optimizer], Any]) -> None:
     source, target = job(), job()
     for one, steps in ((source, 2), (target, 0)):
         one["model"].bfloat16()
@@ -479,15 +498,18 @@ def test_an_optimizer_that_wraps_another_is_loaded() -> None:
             inner.step()
         for state in inner.state.values():
             state["exp_avg"] = state["exp_avg"].float() + 1e-5  # that torch's load would cast
-        one["optim"] = Wrapper(inner)
+        groups = inner.param_groups
+        one["optim"] = wrap(inner)
     storage = MemoryStorage()
     remesh.save(source, storage)
-    groups = target["optim"].param_groups
     remesh.load(target, storage)
-    assert target["optim"].param_groups is groups
-    for name, _ in target["model"].named_parameters():
-        for key, value in of(source, name).items():
-            loaded = of(target, name)[key]
+    assert inner.param_groups is groups
+    for mine, theirs in zip(
+        target["model"].parameters(), source["model"].parameters(), strict=True
+    ):
+        stored = getattr(source["optim"], "optimizer", source["optim"]).state[theirs]
+        for key, value in stored.items():
+            loaded = inner.state[mine][key]
             assert loaded.dtype == value.dtype
             assert torch.equal(loaded, value)
 

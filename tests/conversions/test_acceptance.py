@@ -6,18 +6,14 @@ state that comes back from there.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import remesh
-from remesh.adapters import DescribedOptimizer
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
 from tests.conversions.jobs import Job
@@ -59,16 +55,68 @@ def counted(shape: Shape) -> Counter[str]:
     return Counter(dict.fromkeys((MASTER, *MOMENTS, "step"), num_parameters(shape)))
 
 
-# -- offloaded moments ----------------------------------------------------------------------------
+# -- round trips ----------------------------------------------------------------------------------
+
+
+def layout_of(name: str) -> Layout:
+    """Of a name such as d2t2; experts are shared by data-parallel ranks of their own."""
+    size = {kind: int(number) for kind, number in zip(name[::2], name[1::2], strict=True)}
+    ep = size.get("e", 1)
+    return Layout(name, size.get("d", 1) * ep, size.get("t", 1), size.get("p", 1), ep)
+
+
+THREE_LAYERS = Shape(num_layers=3, predicts_ahead=False, num_experts=2, num_chosen=1)
+UPSTREAM = [("e2", "e4"), ("d2p2", "t4"), ("d2e2", "d4"), ("d2e2", "t2e2")]
+"""Of the matrix that upstream runs, those that the product of `test_product.py` does not have."""
+
+ROUND_TRIPS: dict[str, tuple[Layout, Layout, Shape]] = {
+    "no moments are lost dp2 dp4": (DP2, DP4, SMALL),
+    "no moments are lost tp2ep2 tp2ep2sd2": (TP2_EP2, ZERO2_TP2_EP2, SMALL),
+    "no moments are lost dp2 tp2ep2sd2": (DP2, ZERO2_TP2_EP2, SMALL),
+    "a further layer and uneven stages tp2ep2 vpp4": (
+        TP2_EP2,
+        Layout("vpp4", pp=2, chunks=4),
+        Shape(num_layers=7, num_experts=2, num_chosen=1),
+    ),
+    **{
+        f"three layers over stages tp2ep2 {name}": (TP2_EP2, BY_NAME[name], THREE_LAYERS)
+        for name in ("pp2", "pp4", "vpp2x2")
+    },
+    "flat slices cross all boundaries dp2 sharding4 v2": (
+        DP2,
+        BY_NAME["zero-flat-4"],
+        Shape(num_layers=2, hidden=7, inner=3, num_experts=3, vocabulary=11),
+    ),
+    "there and back dp2 sharding2ep2 dp2": (DP2, ZERO2_EP2, SMALL),
+    **{
+        f"into all parallelisms at once {name} tp2ep2pp2": (BY_NAME[name], TP2_EP2_PP2, SMALL)
+        for name in ("dp2", "zero1-2", "zero-flat-2")
+    },
+    **{
+        f"there and back {first} {second}": (
+            layout_of(first),
+            layout_of(second),
+            Shape(num_layers=3, predicts_ahead=False),
+        )
+        for first, second in UPSTREAM
+    },
+}
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [(DP2, DP4), (TP2_EP2, ZERO2_TP2_EP2), (DP2, ZERO2_TP2_EP2)],
-    ids=["dp2-dp4", "tp2ep2-tp2ep2sd2", "dp2-tp2ep2sd2"],
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if first.name in dict(UPSTREAM) else ())
+        for name, (first, _, _) in ROUND_TRIPS.items()
+    ],
 )
-def test_no_moments_are_lost(first: Layout, second: Layout) -> None:
-    assert states_of(round_trip(first, second, SMALL)) == counted(SMALL)
+def test_round_trips(name: str) -> None:
+    """No state of a parameter is lost, and none is stored twice."""
+    first, second, shape = ROUND_TRIPS[name]
+    assert states_of(round_trip(first, second, shape)) == counted(shape)
+
+
+# -- offloaded moments ----------------------------------------------------------------------------
 
 
 def test_moments_that_are_elsewhere_are_reported_and_then_missing(
@@ -92,60 +140,6 @@ def test_moments_that_are_elsewhere_are_reported_and_then_missing(
         assert isinstance(outcome, Raised)
         assert isinstance(outcome.error, remesh.MismatchError)
         assert f"optimizer.state.{name}.exp_avg" in outcome.error.missing
-
-
-class Wrapped(torch.optim.Optimizer):
-    """An optimizer around another one, which has all that is to be had."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-        self.defaults = inner.defaults
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.inner.state
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.inner.param_groups
-
-    def state_dict(self) -> Any:
-        return self.inner.state_dict()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.inner.__setstate__(state)
-
-
-def test_bare_wrapped_and_nested_optimizers_dp2_dp4() -> None:
-    torch.manual_seed(1)
-    first_values = nn.Linear(3, 2)
-
-    def job() -> tuple[nn.Linear, torch.optim.AdamW]:
-        model = copy.deepcopy(first_values)
-        return model, torch.optim.AdamW(model.parameters())
-
-    storage = MemoryStorage()
-
-    def train(exchange: Exchange) -> None:
-        model, optimizer = job()
-        model(torch.ones(4, 3)).sum().backward()
-        optimizer.step()
-        remesh.save({"model": model, "optimizer": optimizer}, storage, group=exchange)
-
-    def resume(exchange: Exchange) -> torch.Tensor:
-        model, optimizer = job()
-        wrapped = [optimizer, Wrapped(optimizer), DescribedOptimizer(Wrapped(optimizer), {})]
-        for one in [*wrapped, Wrapped(Wrapped(optimizer))]:
-            optimizer.state.clear()
-            remesh.load({"model": model, "optimizer": one}, storage, group=exchange)
-            assert len(optimizer.state) == 2
-        moment: torch.Tensor = optimizer.state[model.weight]["exp_avg"]
-        return moment
-
-    run_ranks(2, train)
-    first, *others = run_ranks(4, resume)
-    assert first.any()
-    assert all(torch.equal(first, other) for other in others)
 
 
 # -- files and dtypes -----------------------------------------------------------------------------
@@ -284,23 +278,6 @@ def test_what_changes_after_staging_is_not_saved_tp2ep2_tp4(tmp_path: Path) -> N
     check(run_ranks(4, read), whole)
 
 
-# -- stages ---------------------------------------------------------------------------------------
-
-
-def test_a_further_layer_and_uneven_stages_tp2ep2_vpp4() -> None:
-    shape = Shape(num_layers=7, num_experts=2, num_chosen=1)
-    layout = Layout("vpp4", pp=2, chunks=4)
-    assert [len(layout.layers_of(n, shape)) for n in range(8)] == [1] * 8
-    assert [len(Layout("", pp=3).layers_of(n, shape)) for n in range(3)] == [3, 2, 3]
-    round_trip(TP2_EP2, layout, shape)
-
-
-@pytest.mark.parametrize("second", ["pp2", "pp4", "vpp2x2"])
-def test_three_layers_over_stages_tp2ep2(second: str) -> None:
-    shape = Shape(num_layers=3, predicts_ahead=False, num_experts=2, num_chosen=1)
-    round_trip(TP2_EP2, BY_NAME[second], shape)
-
-
 # -- sharded optimizers ---------------------------------------------------------------------------
 
 
@@ -313,43 +290,6 @@ def test_every_expert_has_its_states_once_dp2_sharding4_v1() -> None:
     experts = [f"layers.0.mixture.experts.{n}.down.weight" for n in range(64)]
     assert [owners[name] for name in experts] == [1] * 64
     assert states_of(remesh.Checkpoint(save(jobs))) == counted(shape)
-
-
-def test_flat_slices_cross_all_boundaries_dp2_sharding4_v2() -> None:
-    shape = Shape(num_layers=2, hidden=7, inner=3, num_experts=3, vocabulary=11)
-    jobs = [Job(BY_NAME["zero-flat-4"], shape, rank) for rank in range(4)]
-    cut = Counter(name for job in jobs for name, _, _ in job.slots[0].stretches)
-    assert max(cut.values()) > 1, "a parameter on two ranks"
-    round_trip(DP2, BY_NAME["zero-flat-4"], shape)
-
-
-def test_there_and_back_dp2_sharding2ep2_dp2() -> None:
-    assert states_of(round_trip(DP2, ZERO2_EP2, SMALL)) == counted(SMALL)
-
-
-@pytest.mark.parametrize("first", ["dp2", "zero1-2", "zero-flat-2"])
-def test_into_all_parallelisms_at_once_tp2ep2pp2(first: str) -> None:
-    round_trip(BY_NAME[first], TP2_EP2_PP2, SMALL)
-
-
-@pytest.mark.parametrize("marked", [True, False])
-def test_a_shard_that_is_not_declared_is_an_error_tp2ep2pp2(marked: bool) -> None:
-    """The layer of sequence parallelism without a declaration, marked as a shard or not."""
-
-    storage = MemoryStorage()
-
-    def write(exchange: Exchange) -> None:
-        layer = nn.LayerNorm(4)
-        nn.init.constant_(layer.weight, float(exchange.rank))
-        if marked:
-            layer.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-        remesh.save({"model": layer}, storage, group=exchange)
-
-    kind = remesh.errors.StateError if marked else remesh.errors.DivergedReplicaError
-    for outcome in run_ranks_outcomes(2, write):
-        assert isinstance(outcome, Raised)
-        assert isinstance(outcome.error, kind)
-        assert "model.weight" in str(outcome.error)
 
 
 # -- layers that lack something -------------------------------------------------------------------
@@ -366,23 +306,3 @@ def test_no_bias_no_configuration_another_import_path() -> None:
             elsewhere = {"__module__": "somewhere.else"}
             module.__class__ = type("Moved", (type(module),), elsewhere)
     check(load(DP2, shape, save(jobs)), whole)
-
-
-# -- the matrix that upstream runs ----------------------------------------------------------------
-
-UPSTREAM = [("e2", "e4"), ("d2p2", "t4"), ("d2e2", "d4"), ("d2e2", "t2e2")]
-"""Those with layouts that the product of `test_product.py` does not have."""
-
-
-def layout_of(name: str) -> Layout:
-    """Of a name such as d2t2; experts are shared by data-parallel ranks of their own."""
-    size = {kind: int(number) for kind, number in zip(name[::2], name[1::2], strict=True)}
-    ep = size.get("e", 1)
-    return Layout(name, size.get("d", 1) * ep, size.get("t", 1), size.get("p", 1), ep)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), UPSTREAM)
-def test_there_and_back(first: str, second: str) -> None:
-    shape = Shape(num_layers=3, predicts_ahead=False)
-    round_trip(layout_of(first), layout_of(second), shape)

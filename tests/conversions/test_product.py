@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import pytest
 
+from tests.conversions.jobs import Job
 from tests.conversions.layouts import LAYOUTS, Layout, random_state
 from tests.conversions.model import Shape
 from tests.conversions.simulated import check, filled, load, save
+from tests.conversions.test_acceptance import ROUND_TRIPS
 
 SHAPE = Shape(num_experts=2, num_chosen=1)
 WITHOUT_BIASES = Shape(num_experts=2, num_chosen=1, bias=False)
@@ -35,3 +38,13 @@ def test_every_layout_loads_in_some_others(source: Layout) -> None:
 @pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_layout_loads_in_itself_and_all_others(source: Layout) -> None:
     check_pairs(source, set(range(len(LAYOUTS))) - {*SHIFTS}, WITHOUT_BIASES)
+
+
+def test_layouts_of_the_round_trips_cut_as_they_say() -> None:
+    _, layout, shape = ROUND_TRIPS["a further layer and uneven stages tp2ep2 vpp4"]
+    assert [len(layout.layers_of(n, shape)) for n in range(8)] == [1] * 8
+    assert [len(Layout("", pp=3).layers_of(n, shape)) for n in range(3)] == [3, 2, 3]
+    _, layout, shape = ROUND_TRIPS["flat slices cross all boundaries dp2 sharding4 v2"]
+    jobs = [Job(layout, shape, rank) for rank in range(4)]
+    cut = Counter(name for job in jobs for name, _, _ in job.slots[0].stretches)
+    assert max(cut.values()) > 1, "a parameter on two ranks"
