@@ -507,7 +507,8 @@ def test_an_optimizer_that_wraps_another_is_loaded(wrap: Callable[[Optimizer], A
     for mine, theirs in zip(
         target["model"].parameters(), source["model"].parameters(), strict=True
     ):
-        stored = getattr(source["optim"], "optimizer", source["optim"]).state[theirs]
+        wrapped: Any = getattr(source["optim"], "optimizer", source["optim"])
+        stored = wrapped.state[theirs]
         for key, value in stored.items():
             loaded = inner.state[mine][key]
             assert loaded.dtype == value.dtype
