@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import torch
 
 from remesh.elastic import TrainingJob, entries, run
 from remesh.elastic.process_socket import (
@@ -23,6 +26,9 @@ from remesh.errors import WorldChangedError
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
+
+TIMEOUT = 10.0
+"""How many seconds an agent waits for a process to leave (`--reentry-timeout`)."""
 
 
 class Agent:
@@ -362,6 +368,71 @@ def test_what_hangs_while_the_function_is_left_is_interrupted_again(
                 time.sleep(3600)
 
     run(train)
+
+
+class Slow(torch.utils.data.Dataset[int]):
+    """Its first samples come at once, no other one ever does."""
+
+    def __getitem__(self, place: int) -> int:
+        if place > 1:
+            time.sleep(3600)
+        return place
+
+    def __len__(self) -> int:
+        return 100
+
+
+def test_workers_in_the_midst_of_a_batch_do_not_keep_the_function_from_being_left(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    join = BaseProcess.join
+
+    def noted(process: BaseProcess, timeout: float | None = None) -> None:
+        waits.append(TIMEOUT if timeout is None else timeout)
+        join(process, timeout)
+
+    monkeypatch.setattr(BaseProcess, "join", noted)
+
+    def train(job: TrainingJob) -> None:
+        if job.entries == 0:
+            samples = iter(torch.utils.data.DataLoader(Slow(), batch_size=None, num_workers=2))
+            next(samples)
+            next(samples)
+            agent.beside(agent.change_world)
+            next(samples)
+
+    run(train)
+    assert waits
+    assert sum(waits) < TIMEOUT
+
+
+def test_what_frees_an_object_is_not_interrupted(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
+    ended = []
+
+    class Freed:
+        def __init__(self, job: TrainingJob) -> None:
+            self.job = job
+
+        def __del__(self) -> None:
+            wait_until(lambda: self.job.is_aborted, "the function is to be left")
+            time.sleep(5 * entries.RETRY_SECONDS)  # an interruption comes meanwhile
+            ended.append(self.job.entries)
+
+    def train(job: TrainingJob) -> None:
+        if job.entries == 0:
+            freed = Freed(job)
+            agent.beside(agent.change_world)
+            del freed
+            time.sleep(3600)
+
+    run(train)
+    assert ended == [0]
+    assert not lost
 
 
 def test_what_makes_the_function_be_left_does_not_meet_the_next_entry(

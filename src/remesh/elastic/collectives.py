@@ -27,6 +27,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 _TAG = 0x7E3E5
 """Of the message that no rank sends."""
 _SHORT = timedelta(milliseconds=1)
+WORKER_SECONDS = 0.1
+"""How long a worker of a data loader may take to end by itself."""
 
 _left: list[Any] = []
 """The backends of gloo of the world that was left last.
@@ -83,6 +86,28 @@ def _backends(device: str, kind: str) -> list[Any]:
     return found
 
 
+def is_within(frame: FrameType | None, name: str) -> bool:
+    """True if a frame is of a function of this name, or of what it has called."""
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
+
+
+@contextlib.contextmanager
+def without_patience() -> Iterator[None]:
+    """Have data loaders that are freed end their workers, also in the midst of a batch.
+
+    Torch waits for each of them first, for 5 s, and all that may take longer than the agent waits.
+    """
+    utils: Any = sys.modules.get("torch.utils.data._utils", SimpleNamespace())
+    usual = getattr(utils, "MP_STATUS_CHECK_INTERVAL", None)
+    utils.MP_STATUS_CHECK_INTERVAL = WORKER_SECONDS
+    try:
+        yield
+    finally:
+        utils.MP_STATUS_CHECK_INTERVAL = usual
+
+
 def leave_groups() -> None:
     """Destroy the process groups of this process, if there are any."""
     dist = sys.modules.get("torch.distributed")
@@ -115,9 +140,7 @@ def _connect_for_peers(store_port: int) -> None:
     A peer says first for which pair of ranks a connection is; gloo counts those of a group.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - public
-    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
-        frame = frame.f_back
-    for listener in () if frame is None else _sockets():
+    for listener in _sockets() if is_within(frame, "_new_process_group_helper") else ():
         address = listener.getsockname()
         is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if is_listening and address[1] != store_port:

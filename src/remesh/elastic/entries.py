@@ -32,7 +32,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
-from remesh.elastic.collectives import abort_nccl, break_collectives, leave_groups
+from remesh.elastic.collectives import (
+    abort_nccl,
+    break_collectives,
+    is_within,
+    leave_groups,
+    without_patience,
+)
 from remesh.elastic.failures import Patterns
 from remesh.elastic.process_socket import (
     AgentConnection,
@@ -199,9 +205,10 @@ class _ReentrantRunner:
         with self._leaving:  # the listener is done with this world, and does not meet the next one
             break_collectives(_store_port())
             abort_nccl()
-        _clear_frames(error)
-        leave_groups()
-        gc.collect()
+        with without_patience():
+            _clear_frames(error)
+            leave_groups()
+            gc.collect()
         self.job.make_room()
         text = "" if self._must_leave() else f"{type(error).__name__}: {error}"
         self._say(is_out=True, error=text[:500])
@@ -230,9 +237,13 @@ class _ReentrantRunner:
         self._report = Report(number=number, is_out=is_out, error=error)
         self._agent.say(Observation(report=self._report))
 
-    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        """Handle the signal: raise, if the function is to be left at this moment."""
-        if self._is_inside and (not self.job.is_changing or self._is_forced):
+    def _interrupt(self, _number: int, frame: FrameType | None) -> None:
+        """Handle the signal: raise, if the function is to be left at this moment.
+
+        What a `__del__` raises, as that of a data loader, is printed and lost.
+        """
+        must_wait = self.job.is_changing or is_within(frame, "__del__")
+        if self._is_inside and (self._is_forced or not must_wait):
             self._raised_at = time.monotonic()
             raise WorldChangedError("the world of the job changes")
 
