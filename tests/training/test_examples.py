@@ -247,6 +247,32 @@ def test_a_process_goes_on_when_another_dies(tmp_path: Path) -> None:
     assert ended == [{"rank": 0, "entries": 1} | same, {"rank": 1, "entries": 0} | same]
 
 
+class Plain(torch.nn.Module):
+    """A model for `Trainer` that is not one of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.Embedding(32, 32)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.weights(input_ids)
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def test_a_trainer_resumes_a_module_of_any_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    example = load_example("huggingface_trainer")
+    monkeypatch.setattr(example, "GPT2LMHeadModel", lambda _: Plain())
+    whole = huggingface(tmp_path / "whole", 3)
+    with pytest.raises(PowerCutError):
+        huggingface(tmp_path / "cut", 3, 4)
+    assert latest(tmp_path / "cut").step == 3
+    resumed = huggingface(tmp_path / "cut", 3)
+    assert torch.equal(resumed.weights["weights.weight"], whole.weights["weights.weight"])
+
+
 def test_a_checkpoint_that_is_none_of_the_trainer_s_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     example = load_example("huggingface_trainer")

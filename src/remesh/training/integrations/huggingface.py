@@ -86,6 +86,11 @@ class RemeshCallback(TrainerCallback):
         safetensors.numpy.save_file({}, folder / "model.safetensors", {"format": "pt"})
         return str(folder)
 
+    def on_init_end(self, *_: Any, model: Any, **__: Any) -> None:
+        """Give a module of any class what `Trainer` asks a model for that lacks weights."""
+        if not hasattr(model, "_keys_to_ignore_on_save"):
+            model._keys_to_ignore_on_save = None  # noqa: SLF001 - as it is in most classes
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
