@@ -141,10 +141,14 @@ def find_states(
         else:
             parameters[name] = None
     # A parameter that is called like a slot has states of its own.
-    nested = (one for group in by_root.values() for one in group if one[2] in _KNOWN_SLOTS)
-    shorts = {f".{short}" for _, short, *_ in nested if short.rpartition(".")[2] in SLOTS}
+    shorts = tuple(
+        f".{short}"
+        for group in by_root.values()
+        for _, short, slot, *_ in group
+        if slot in _KNOWN_SLOTS and short.rpartition(".")[2] in SLOTS
+    )
     for name, state in suffixed:
-        if f".{name}".endswith(tuple(shorts)):
+        if f".{name}".endswith(shorts):
             parameters[name] = None
         else:
             states.add(name, state)
