@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -279,6 +280,14 @@ def test_tensors_that_are_cut_alike_share_their_lists() -> None:
     back = Index.decode(index.encode(), "f")
     assert back.position.tolist() == (100 + 2 * np.repeat(np.arange(50), 64)).tolist()
     assert back.num_bytes == 50 * 64 * 2
+    alike = regular_index(1000, 64)
+    tracemalloc.start()
+    try:
+        assert alike.num_bytes == 1000 * 64 * 2
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * alike.num_pieces  # no row for each piece
     kept = back.without(lambda name: name != "7")
     assert kept.pieces("7") == index.pieces("7")
     sizes = [len(regular_index(1000, num_files).encode()) for num_files in (64, 1024)]

@@ -284,7 +284,10 @@ class Index(Mapping[str, StoredTensor]):
     def num_bytes(self) -> int:
         """Bytes of all pieces."""
         pieces = self.pieces_of_tensors
-        return int(Cuts(self.tensors, pieces.offsets, pieces.extents).num_bytes.rows.sum())
+        sizes = Cuts(self.tensors, pieces.offsets, pieces.extents).num_bytes
+        # Of lists that tensors share, the rows of all would be far more than the index has.
+        sums, first = np.concatenate(([0], np.cumsum(sizes.values))), sizes.starts
+        return int((sums[first + sizes.lengths] - sums[first]).sum())
 
     @property
     def is_compressed(self) -> bool:
