@@ -259,12 +259,23 @@ class Plain(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
+@pytest.mark.parametrize("made_by", ["caller", "trainer"])
 def test_a_trainer_resumes_a_module_of_any_class(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_by: str
 ) -> None:
-    pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers")
     example = load_example("huggingface_trainer")
-    monkeypatch.setattr(example, "GPT2LMHeadModel", lambda _: Plain())
+
+    class Own(Plain):
+        """A class that no `Trainer` has seen."""
+
+    def trainer(model: Plain, *args: Any, **options: Any) -> Any:
+        if made_by == "caller":
+            return transformers.Trainer(model, *args, **options)
+        return transformers.Trainer(None, *args, model_init=Own, **options)
+
+    monkeypatch.setattr(example, "GPT2LMHeadModel", lambda _: Own())
+    monkeypatch.setattr(example, "Trainer", trainer)
     whole = huggingface(tmp_path / "whole", 3)
     with pytest.raises(PowerCutError):
         huggingface(tmp_path / "cut", 3, 4)

@@ -87,9 +87,9 @@ class RemeshCallback(TrainerCallback):
         return str(folder)
 
     def on_init_end(self, *_: Any, model: Any, **__: Any) -> None:
-        """Give a module of any class what `Trainer` asks a model for that lacks weights."""
+        """Give modules of any class what `Trainer` asks a model for that lacks weights."""
         if not hasattr(model, "_keys_to_ignore_on_save"):
-            model._keys_to_ignore_on_save = None  # noqa: SLF001 - as it is in most classes
+            type(model)._keys_to_ignore_on_save = None  # noqa: SLF001 - `model_init` makes others
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
