@@ -175,6 +175,17 @@ def test_an_interrupted_run_is_the_same_run(
     assert (losses[0] is None) == (launch is plain_loop)  # which saves its last step by itself
 
 
+def test_lightning_counts_the_epoch_that_a_resume_begins(tmp_path: Path) -> None:
+    """The second resume is in the middle of it; then its end changes the learning rate."""
+    whole = lightning(tmp_path / "whole", 4)
+    for cut_at in (9, 13):
+        with pytest.raises(PowerCutError):
+            lightning(tmp_path / "cut", 4, cut_at)
+    resumed = lightning(tmp_path / "cut", 4)
+    assert (resumed.num_steps, resumed.others) == (whole.num_steps, whole.others)
+    assert all(torch.equal(value, resumed.weights[name]) for name, value in whole.weights.items())
+
+
 def on_rank(
     exchange: Exchange, launch: Launch, directory: Path, cut_at: int | None
 ) -> Ended | None:

@@ -138,10 +138,13 @@ class RemeshCallback(Callback):
         progress = loops.epoch_loop.batch_progress.current
         progress.load_state_dict({**counts, "completed": num_done - 1})
 
-    def on_train_start(self, _trainer: Trainer, _pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, _pl_module: LightningModule) -> None:
         """Take signals from Lightning, which would end the training before the step is saved."""
         assert self.manager is not None
         self.manager._watch.listen()  # noqa: SLF001 - of this room
+        if self._loader.num_done == 0:
+            # The epoch before has been ended by now; Lightning would not count the next one.
+            trainer.fit_loop.reset_restart_stage()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Note that a step is done, unless gradients are being accumulated."""
@@ -192,23 +195,20 @@ class RemeshCallback(Callback):
 
     def on_fit_end(self, _trainer: Trainer, _pl_module: LightningModule) -> None:
         """Wait for the save in flight. Collective."""
-        manager = self._end()
-        if manager is not None:
-            manager.close()
+        self._end()
 
     def on_exception(
         self, _trainer: Trainer, _pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Give a save in flight a moment, since the training has ended."""
-        manager = self._end()
-        if manager is not None:
-            manager.__exit__(type(exception), exception, None)
+        self._end(exception)
 
-    def _end(self) -> Manager | None:
-        """Let go of the trainer; the manager, if there is one."""
+    def _end(self, error: BaseException | None = None) -> None:
+        """Let go of the trainer, and end the manager if there is one."""
         self._loader.before_batch, self._rewind = _nothing, None
         manager, self.manager = self.manager, None
-        return manager
+        if manager is not None:
+            manager.__exit__(None if error is None else type(error), error, None)
 
     def _state(self, trainer: Trainer, pl_module: LightningModule, loops: str) -> dict[str, Any]:
         """The run as a state of remesh."""
