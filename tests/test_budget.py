@@ -36,7 +36,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "planner": (1365, 1450),
     "recipes": (496, 400),
     "storage": (2449, 2600),
-    "training": (4620, 4610),
+    "training": (4621, 4610),
     "transform": (4152, 4300),
 }
 

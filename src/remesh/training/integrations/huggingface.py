@@ -86,8 +86,9 @@ class RemeshCallback(TrainerCallback):
         safetensors.numpy.save_file({}, folder / "model.safetensors", {"format": "pt"})
         return str(folder)
 
-    def on_init_end(self, *_: Any, model: Any, **__: Any) -> None:
+    def on_init_end(self, *_: Any, **parts: Any) -> None:
         """Give modules of any class what `Trainer` asks a model for that lacks weights."""
+        model = parts["model"]
         if not hasattr(model, "_keys_to_ignore_on_save"):
             type(model)._keys_to_ignore_on_save = None  # noqa: SLF001 - `model_init` makes others
 
