@@ -19,7 +19,7 @@ SLACK = 60
 
 BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "": (1026, 1200),
-    "adapters": (3569, 3200),
+    "adapters": (3562, 3200),
     "background": (1595, 1400),
     "catalog": (822, 900),
     "checkpoint": (6102, 4900),

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import remesh
 from remesh.adapters import describe_leaf
@@ -87,33 +85,6 @@ def test_classes_and_wrapped_objects_are_not_stateful() -> None:
     assert description.values == {"y": 1}
     with pytest.raises(UnsupportedValueError, match="x: "):
         describe({"x": Box}, describe_leaf)
-
-
-@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam])
-def test_state_of_another_optimizer_is_missing_and_no_first_step_fails(
-    make: Callable[..., torch.optim.Optimizer], tmp_path: Path
-) -> None:
-    model = nn.Linear(2, 2)
-    old = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(1, 2)).sum().backward()
-    old.step()
-    remesh.save({"model": model, "optimizer": old}, tmp_path / "c")
-    theirs = make(model.parameters())
-
-    def load_and_step() -> None:
-        theirs.load_state_dict(old.state_dict())
-        theirs.step()
-
-    with pytest.raises(KeyError):  # so torch says it, some of its optimizers when they load
-        load_and_step()
-    own = make(model.parameters())
-    with pytest.raises(remesh.MismatchError, match=r"optimizer\.state\.weight\.exp_avg") as raised:
-        remesh.load({"model": model, "optimizer": own}, tmp_path / "c")
-    assert {f"optimizer.state.{name}.step" for name in ("weight", "bias")} <= {
-        *raised.value.missing
-    }
-    remesh.load({"model": model, "optimizer": own}, tmp_path / "c", missing="keep")
-    own.step()
 
 
 def test_an_object_that_refuses_its_state_is_named(tmp_path: Path) -> None:

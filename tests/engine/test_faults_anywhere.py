@@ -364,7 +364,8 @@ def test_a_writer_process_that_cannot_be_replaced(
         # All ranks look for another process then; only the victim gets none.
         with monkeypatch.context() as patch:
             refuse(patch, what, victim)
-            patch.setattr(WriterProcess, "is_lost", True)
+            is_lost = property(lambda _: True, lambda own, value: vars(own).update(is_lost=value))
+            patch.setattr(WriterProcess, "is_lost", is_lost, raising=False)
             errors = job.save()
         assert all(error is not None for error in errors), errors
         assert isinstance(errors[victim], OSError)

@@ -86,9 +86,6 @@ _ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
 _OF_THIS_MACHINE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NO_OPTIONS = frozenset({"params", "param_names"})
 """Entries of a group that say what is in it."""
-_ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
-_ADAM_KEYS = frozenset({"step", "exp_avg", "exp_avg_sq"})
-"""State without which these do not step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -617,16 +614,12 @@ def _with_first_state(
     """A tensor without state with that of a first step, if its stored state needs it.
 
     Stored state that consists of tensors made of others fills state of the same class only, and
-    only the optimizer knows how to make that. Stored state of another optimizer lacks some of it.
+    only the optimizer knows how to make that.
     """
     if tensor.packed_state or all(place.shards is not None for place in tensor.places):
         return tensor
     place = (*base, tensor.places[0].name)
-    paths = [path for path, _ in stored.under(place)]
-    keys = {path[len(place)] for path in paths}
-    # Else the state would count as whole, and the first step would miss what is not stored.
-    lacks = isinstance(optimizer, _ADAMS) and tensor.is_of_torch and not keys >= _ADAM_KEYS
-    if not any(path[-1] == TENSOR_RECORD for path in paths) and not (keys and lacks):
+    if not any(path[-1] == TENSOR_RECORD for path, _ in stored.under(place)):
         return tensor
     try:
         state = _state_of_first_step(optimizer, tensor.tensor, tensor.group)
