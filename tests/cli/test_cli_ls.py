@@ -129,7 +129,7 @@ def test_damaged_checkpoints_are_never_the_newest(
     steps = {step["name"]: step for step in run_json("ls", runs)["checkpoints"]}
 
     assert steps["step_100"]["status"] == "damaged"
-    assert steps["step_100"]["reason"] == reason
+    assert steps["step_100"]["problem"] == reason
     assert steps["step_10"]["newest"] is True
     assert f"step_100: {reason}\n" in run("ls", runs).stdout
     assert run("latest", runs).stdout == f"{runs / 'step_10'}\n"

@@ -7,6 +7,7 @@ that of plain ones is.
 from __future__ import annotations
 
 import importlib
+import json
 import shutil
 import threading
 import warnings
@@ -25,7 +26,6 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import remesh
-from remesh import catalog
 from remesh.checkpoint import convert
 from remesh.cli import cli
 from remesh.core.compression import encode_table
@@ -38,7 +38,7 @@ from remesh.formats.table import WRITERS
 from remesh.maintenance import orphans
 from remesh.pipeline.arena import Chunk
 from remesh.pipeline.write import CHUNK_SIZE, ChunkWriter, Filled, whole_files
-from remesh.storage import Buffer, LocalStorage, MemoryStorage, StorageView, open_storage
+from remesh.storage import Buffer, LocalStorage, MemoryStorage, StorageView
 from tests.engine.bits import bits_of
 from tests.engine.compressed import (
     COLUMNS,
@@ -98,10 +98,11 @@ def test_files_take_less_and_everything_is_there(saved: Path) -> None:
     lengths = np.concatenate([places_of(index, row)[1] for row in range(NUM_RANKS)])
     assert (lengths == BLOCK_SIZE).any()
     assert (lengths < BLOCK_SIZE // 100).any()
-    [entry] = catalog.scan(open_storage(saved.parent))
-    assert entry.status == "committed"
+    listed = CliRunner().invoke(cli, ["ls", str(saved.parent), "--json"])
+    [entry] = json.loads(listed.stdout)["checkpoints"]
+    assert entry["status"] == "committed"
     files = [file for file in saved.rglob("*") if file.is_file()]
-    assert entry.num_bytes == sum(file.stat().st_size for file in files if "data-" in str(file))
+    assert entry["num_bytes"] == sum(file.stat().st_size for file in files if "data-" in str(file))
     assert not orphans.find_orphans(saved.parent, now=1e12, older_than=0)
 
 

@@ -89,6 +89,6 @@ def test_ls_does_not_list_what_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch)
         return list_sizes(self, prefix)
 
     monkeypatch.setattr(ObjectStorage, "list_sizes", spy)
-    (step,) = catalog.scan(storage)
+    (step,) = catalog.list_checkpoints(storage, with_others=True)
     assert (step.name, step.status, step.num_bytes) == ("step_1", "unfinished", 2)
     assert listed == [f"step_1/{DEAD}/"]

@@ -61,7 +61,7 @@ def test_a_spoiled_record_or_note_is_a_problem_and_no_error(tmp_path: Path) -> N
     (tmp_path / "step_3" / "failures.json").write_text("{}")
     first, second, third = catalog.list_checkpoints(open_storage(tmp_path))
     assert "is not a manager's" in first.problem
-    assert "not a commit record" in second.problem
+    assert second.problem == "remesh.json is not what was written"
     assert third.problem == "failures.json cannot be read"
 
 

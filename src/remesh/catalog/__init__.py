@@ -1,8 +1,9 @@
 """What is a checkpoint, which is newest, which is unfinished or damaged: the only scanner.
 
 The manager, the command line, the rescue of snapshots, and the interfaces of other systems ask this
-package. `list_checkpoints` reads the commit records of a directory and the small files beside them;
-`scan` also compares the sizes of files, and finds unfinished saves.
+package. `list_checkpoints` lists directories, one level deep, and reads commit records and the
+small files beside them. If asked to, it also compares the sizes of files, and finds unfinished
+saves and, in local directories, checkpoints of other systems. It never reads tensors.
 
 A checkpoint lies in a directory whose name ends with its step (`step_00001000`), local or in a
 bucket. What a manager knows when it saves is in the commit record, as metadata under `manager`
@@ -24,10 +25,6 @@ It names the folders of the checkpoint: others may be of a save that is about to
 A reader puts its mark before it reads the record; a remover looks for marks and pins once more when
 the record is gone, and puts the record back if there is one. So of the two, one always notices the
 other.
-
-A scan says what lies in a directory: whole checkpoints, unfinished saves, damaged ones. It lists
-directories, one level deep, reads commit records, and compares the sizes of files. It never reads
-tensors. Checkpoints of other systems are recognised in local directories.
 """
 
 from __future__ import annotations
@@ -85,6 +82,9 @@ _REMOVING = "removing.json"
 _NAME = re.compile(r"(?:.*[^0-9])?([0-9]+)", re.DOTALL)
 _IN_USE = re.compile(r"in-use-[0-9a-f]+\.json")
 
+_NO_RECORD = "no commit record: a save is running, was interrupted, or the record was lost"
+_MAX_NAMES = 5
+
 
 @dataclass(frozen=True, slots=True)
 class TrackerRun:
@@ -134,6 +134,9 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     return found
 
 
+Status = Literal["committed", "unfinished", "damaged", "unreadable"]
+
+
 class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of a checkpoint that are known without opening it."""
 
@@ -141,8 +144,14 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Name of its directory."""
     path: str
     """Where it is."""
+    status: Status = "committed"
+    """`committed`; `unfinished`, without a commit record; `damaged`; or `unreadable`, because the
+    storage refused or a newer remesh wrote it."""
+    problem: str = ""
+    """Why it is not simply committed; empty if it is."""
     step: int
-    """Steps done: as its manager noted, or else what its name ends with."""
+    """Steps done: as its manager noted, or else what its name ends with; -1 if its name does not
+    end with a number."""
     run: str = ""
     """The run that it belongs to; empty if it was not saved by a manager."""
     created: str = ""
@@ -161,10 +170,14 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Until when it must not be removed, in seconds since the epoch; 0 if no process reads it."""
     num_failures: int = 0
     """How often it could not be loaded."""
-    problem: str = ""
-    """Why it is taken for damaged; empty if it is not."""
     note: ManagerNote | None = None
     """What its manager recorded; None if it was saved without one."""
+    format: str = native.FORMAT_NAME
+    """`remesh`, or the name of another system's format."""
+    repaired_from: str = ""
+    """The damaged checkpoint from which `remesh repair` made it; empty for others."""
+    num_lost: int = 0
+    """Names of tensors and values that the repair knew of and could not save."""
 
     __repr__ = short_repr
 
@@ -205,41 +218,40 @@ def place_of(root: str | os.PathLike[str], name: str) -> str:
 # ---------------------------------------------------------------------------------------------
 
 
-def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
-    """The committed checkpoints directly below a root, by step. Nothing is read but small files."""
-    found = _files_of_steps(storage).items()
-    committed = [partial(_info, storage, *one) for one in found if native.RECORD_NAME in one[1]]
-    infos = ask_together(storage, committed)
+def list_checkpoints(
+    storage: Storage, *, compare_sizes: bool = False, with_others: bool = False
+) -> list[CheckpointInfo]:
+    """The committed checkpoints directly below a root whose names end with a number, by age.
+
+    Args:
+        storage: The root.
+        compare_sizes: Find out whether files are missing or have another size. Otherwise nothing
+            is read but small files.
+        with_others: List the rest as well: what has no number, unfinished saves, checkpoints of
+            other systems, and what cannot be read, which is an error otherwise.
+    """
+    # Directories without a number may be large, or closed to this user.
+    names = _names_below(storage, with_number=not with_others)
+    looks = [partial(_look, storage, name, compare_sizes, with_others) for name in names]
+    infos = ask_together(storage, looks)
     return sorted((info for info in infos if info is not None), key=age_key)
 
 
-_Dated = TypeVar("_Dated", CheckpointInfo, "Entry")
-
-
-def age_key(checkpoint: CheckpointInfo | Entry) -> tuple[int, str, str]:
+def age_key(info: CheckpointInfo) -> tuple[int, str, str]:
     """A key that sorts checkpoints by age: by step, and those of one step by time of commit."""
-    return checkpoint.step or 0, checkpoint.created or "", checkpoint.name
+    return info.step, info.created, info.name
 
 
-def newest_of(checkpoints: Iterable[_Dated]) -> _Dated | None:
-    """The one with the highest step; of equal steps the one that was committed later."""
-    return max(checkpoints, key=age_key, default=None)
+def newest_of(infos: Iterable[CheckpointInfo]) -> CheckpointInfo | None:
+    """The newest from which a job would resume: whole, of remesh, and with a known step."""
+    good = (info for info in infos if not info.problem and info.format == native.FORMAT_NAME)
+    return max((info for info in good if info.step >= 0), key=age_key, default=None)
 
 
 def number_in(name: str) -> int | None:
     """The number with which a name ends; None if it does not end with one."""
     found = _NAME.fullmatch(name)
     return None if found is None else int(found[1])
-
-
-def _files_of_steps(storage: Storage) -> dict[str, set[str]]:
-    """The directories directly below a root that end with a number, and what is directly in them.
-
-    Others are not looked into: they may be large, or closed to this user.
-    """
-    names = _names_below(storage, with_number=True)
-    found = ask_together(storage, [partial(storage.list_directory, name) for name in names])
-    return {name: set(here.files) for name, here in zip(names, found, strict=True)}
 
 
 def _names_below(storage: Storage, *, with_number: bool = False) -> Sequence[str]:
@@ -256,33 +268,94 @@ def _names_below(storage: Storage, *, with_number: bool = False) -> Sequence[str
     return list({os.path.realpath(path): os.path.basename(path) for path in paths}.values())
 
 
-def _info(storage: Storage, name: str, files: set[str]) -> CheckpointInfo | None:
-    path = f"{storage.url}/{name}"
-    failures = _failures(storage, name) if _FAILURES in files else _Failures(count=0, reason="")
-    facts = CheckpointInfo(
-        name=name,
-        path=path,
-        step=number_in(name) or 0,
-        # What lies elsewhere is not removed through a link.
-        is_pinned=_PINNED in files or (is_local(storage) and islink(path)),
-        in_use_until=_in_use_until(storage, name, files),
-        num_failures=failures.count,
-        problem=failures.reason,
-    )
+def _is_link(storage: Storage, name: str) -> bool:
+    """True of a link to a directory: what lies elsewhere is not removed through it."""
+    return is_local(storage) and islink(f"{storage.url}/{name}")
+
+
+def _look(
+    storage: Storage, name: str, compare_sizes: bool, with_others: bool
+) -> CheckpointInfo | None:
+    """What a directory holds; None if that is not to be listed."""
+    number = number_in(name)
+    step = -1 if number is None else number
+    info = CheckpointInfo(name=name, path=f"{storage.url}/{name}", step=step)
     try:
-        return with_record(facts, native.read_record_at(storage, f"{name}/{native.RECORD_NAME}"))
-    except (CorruptCheckpointError, FormatVersionError) as error:
-        return msgspec.structs.replace(facts, problem=facts.problem or str(error))
+        here = storage.list_directory(name)
+        if native.RECORD_NAME in here.files:
+            return _committed(storage, info, set(here.files), compare_sizes)
+        return _without_record(storage, info, here) if with_others else None
     except CheckpointNotFoundError:
         return None  # it is being removed just now
+    except RemeshError as error:
+        if not with_others:
+            raise
+        return msgspec.structs.replace(info, status="unreadable", problem=str(error))
+
+
+def _committed(
+    storage: Storage, info: CheckpointInfo, files: set[str], compare_sizes: bool
+) -> CheckpointInfo:
+    """The properties of a checkpoint by its commit record, and by the marks beside it."""
+    name, findings = info.name, list[Finding]()
+    failures = _failures(storage, name) if _FAILURES in files else _Failures(count=0, reason="")
+    info = msgspec.structs.replace(
+        info,
+        is_pinned=_PINNED in files or _is_link(storage, name),
+        in_use_until=_in_use_until(storage, name, files),
+        num_failures=failures.count,
+    )
+    try:
+        if compare_sizes:
+            record, findings = read_record_and_sizes(storage, name)
+        else:
+            record = native.read_record_at(storage, f"{name}/{native.RECORD_NAME}")
+    except CorruptCheckpointError:
+        return _damaged(info, f"{native.RECORD_NAME} is not what was written")
+    except FormatVersionError as error:
+        return msgspec.structs.replace(info, status="unreadable", problem=str(error))
+    info, problem = with_record(info, record), describe_findings(findings) or failures.reason
+    return _damaged(info, problem) if problem else info
+
+
+def _damaged(info: CheckpointInfo, problem: str) -> CheckpointInfo:
+    return msgspec.structs.replace(info, status="damaged", problem=problem)
+
+
+def _without_record(
+    storage: Storage, info: CheckpointInfo, here: Directory
+) -> CheckpointInfo | None:
+    """An unfinished save, or a checkpoint of another system; None if a directory is neither."""
+    folders = [folder for folder in here.directories if folder.startswith("data-")]
+    if folders:
+        sizes = (storage.list_sizes(f"{info.name}/{folder}/") for folder in folders)
+        num_bytes = sum(sum(found.values()) for found in sizes)
+        return msgspec.structs.replace(
+            info, status="unfinished", problem=_NO_RECORD, num_bytes=num_bytes
+        )
+    is_empty = not (here.files or here.directories)
+    if is_empty or info.name.startswith("data-") or not is_local(storage):
+        return None
+    place = Place(open_storage(info.path))
+    for row in FORMATS:
+        # Of directories with directories no listing is made, so that no tree is walked.
+        if not (row.needs_listing and here.directories) and row.is_at(place):
+            num_bytes = sum(place.storage.list_sizes().values())
+            return msgspec.structs.replace(info, format=row.name, num_bytes=num_bytes)
+    return None
 
 
 def with_record(info: CheckpointInfo, record: native.CommitRecord) -> CheckpointInfo:
     """The properties of a checkpoint with what its commit record says."""
-    note = note_of(record, info.path)
+    metadata = record.metadata
+    try:
+        note = msgspec.convert(metadata.get(NOTE_KEY), ManagerNote | None)
+    except msgspec.ValidationError as error:
+        note, what = None, f"its metadata under {NOTE_KEY!r} is not a manager's ({error})"
+        info = _damaged(info, f"{info.path}: {what}\nLoad it with remesh.load")
     return msgspec.structs.replace(
         info,
-        step=info.step if note is None else note.step,
+        step=info.step if note is None or info.step < 0 else note.step,
         run="" if note is None else note.run,
         created=record.created,
         num_bytes=sum(file.num_bytes for file in files_of(record)),
@@ -290,21 +363,9 @@ def with_record(info: CheckpointInfo, record: native.CommitRecord) -> Checkpoint
         save_id=record.save_id,
         metrics={} if note is None else note.metrics,
         note=note,
+        repaired_from=str(metadata.get("repaired_from", "")),
+        num_lost=lost if isinstance(lost := metadata.get("num_lost", 0), int) else 0,
     )
-
-
-def note_of(record: native.CommitRecord, path: str) -> ManagerNote | None:
-    """The note of a checkpoint's manager; None if it was saved without one."""
-    found = record.metadata.get(NOTE_KEY)
-    if found is None:
-        return None
-    try:
-        return msgspec.convert(found, ManagerNote)
-    except msgspec.ValidationError as error:
-        raise CorruptCheckpointError(
-            f"{path}: its metadata under {NOTE_KEY!r} is not a manager's ({error})\nLoad it with "
-            "remesh.load"
-        ) from error
 
 
 def _failures(storage: Storage, name: str) -> _Failures:
@@ -545,11 +606,12 @@ def last_change(storage: Storage, path: str, here: Directory) -> float | None:
 def finish_removals(storage: Storage) -> list[str]:
     """Finish what died while it removed checkpoints; returns the names of what is gone."""
     finished = []
-    for name, files in _files_of_steps(storage).items():
-        # What lies elsewhere is not removed through a link.
-        if _REMOVING not in files or (is_local(storage) and islink(f"{storage.url}/{name}")):
+    names = _names_below(storage, with_number=True)
+    found = ask_together(storage, [partial(storage.list_directory, name) for name in names])
+    for name, here in zip(names, found, strict=True):
+        if _REMOVING not in here.files or _is_link(storage, name):
             continue
-        if native.RECORD_NAME in files:
+        if native.RECORD_NAME in here.files:
             storage.delete(f"{name}/{_REMOVING}")
         else:
             with suppress(CheckpointNotFoundError):  # another process has finished
@@ -621,118 +683,11 @@ def describe_findings(findings: Sequence[Finding]) -> str:
     return f"{first.file} {words[first.problem]}{rest}"
 
 
-Status = Literal["committed", "unfinished", "damaged", "unreadable"]
-
-_NO_RECORD = "no commit record: a save is running, was interrupted, or the record was lost"
-_MAX_NAMES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A checkpoint, or what a save left behind, in a directory of them."""
-
-    name: str  # the name of its directory
-    path: str  # where it is
-    status: Status
-    """`committed`; `unfinished`, without a commit record; `damaged`; or `unreadable`, because the
-    storage refused or a newer remesh wrote it."""
-    reason: str = ""  # why it is not simply committed; empty if it is
-    num_bytes: int = 0  # size of its files, by the commit record where there is one
-    created: str | None = None  # when it was committed, ISO 8601 in UTC; None if that is not known
-    world_size: int | None = None  # number of ranks that saved it; None if that is not known
-    step: int | None = None  # steps done when it was saved; None if that is not known
-    format: str = native.FORMAT_NAME  # `remesh`, or the name of another system's format
-    repaired_from: str = ""  # the damaged checkpoint from which `repair` made it; empty for others
-    num_lost: int = 0  # names of tensors and values that the repair knew of and could not save
-
-
 def natural_key(name: str) -> tuple[str | int, ...]:
     """A key that sorts the digits in names as numbers: `step_9` before `step_10`."""
     parts = re.split(r"([0-9]+)", name)
     # Text and numbers alternate, so that only like is compared with like.
     return tuple(int(part) if number % 2 else part for number, part in enumerate(parts))
-
-
-def scan(storage: Storage) -> list[Entry]:
-    """The checkpoints and unfinished saves in a directory, by number; no second links to them."""
-    found = (_entry_at(storage, name) for name in _names_below(storage))
-    return sorted(
-        (entry for entry in found if entry is not None), key=lambda entry: natural_key(entry.name)
-    )
-
-
-def newest_entry(entries: Sequence[Entry], *, native_only: bool = True) -> Entry | None:
-    """The newest whole checkpoint of a directory: that from which a job resumes.
-
-    Those of other systems count only where no other is, and with `native_only` not at all. None if
-    there is no whole checkpoint whose step is known.
-    """
-    whole = [one for one in entries if one.status == "committed" and one.step is not None]
-    ours = newest_of([one for one in whole if one.format == native.FORMAT_NAME])
-    return ours if native_only or ours is not None else newest_of(whole)
-
-
-def _entry_at(root: Storage, name: str) -> Entry | None:
-    """The entry that a directory is, or None if it is something else."""
-    path = f"{root.url}/{name}"
-    try:
-        here = root.list_directory(name)
-        folders = [folder for folder in here.directories if folder.startswith("data-")]
-        if native.RECORD_NAME not in here.files:
-            if folders:
-                sizes = (root.list_sizes(f"{name}/{folder}/") for folder in folders)
-                num_bytes = sum(sum(found.values()) for found in sizes)
-                return Entry(name, path, "unfinished", _NO_RECORD, num_bytes)
-            return _foreign_entry(name, path, here) if is_local(root) else None
-        record, findings = read_record_and_sizes(root, name)
-        problem = _failures(root, name).reason  # why it could not be loaded the last time
-    except CorruptCheckpointError:
-        return Entry(name, path, "damaged", f"{native.RECORD_NAME} is not what was written")
-    except RemeshError as error:
-        return Entry(name, path, "unreadable", str(error))
-    return _committed(name, path, record, describe_findings(findings) or problem)
-
-
-def _committed(name: str, path: str, record: native.CommitRecord, problem: str) -> Entry:
-    """An entry whose record could be read."""
-    step = None
-    try:
-        number, note = number_in(name), note_of(record, path)
-        step = number if number is None or note is None else note.step
-    except CorruptCheckpointError as error:
-        problem = problem or str(error)
-    return Entry(
-        name,
-        path,
-        "damaged" if problem else "committed",
-        problem,
-        sum(file.num_bytes for file in files_of(record)),
-        record.created,
-        record.world_size,
-        step,
-        repaired_from=str(record.metadata.get("repaired_from", "")),
-        num_lost=lost if isinstance(lost := record.metadata.get("num_lost", 0), int) else 0,
-    )
-
-
-def _foreign_entry(name: str, path: str, here: Directory) -> Entry | None:
-    """A checkpoint of another system."""
-    if name.startswith("data-") or not (here.files or here.directories):
-        return None
-    place = Place(open_storage(path))
-    for row in FORMATS:
-        # Of directories with directories no listing is made, so that no tree is walked.
-        if not (row.needs_listing and here.directories) and row.is_at(place):
-            num_bytes = sum(place.storage.list_sizes().values())
-            return Entry(
-                name,
-                path,
-                "committed",
-                num_bytes=num_bytes,
-                step=number_in(name),
-                format=row.name,
-            )
-    return None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -793,9 +748,9 @@ def nothing_at(storage: Storage) -> CheckpointNotFoundError:
             "interrupted, is still running, or has lost its record. "
             f"{repair_advice(root)}"
         )
-    entries = scan(storage)
-    if entries:
-        return CheckpointNotFoundError(f"{root}: not a checkpoint itself; {_suggestion(entries)}")
+    infos = list_checkpoints(storage, compare_sizes=True, with_others=True)
+    if infos:
+        return CheckpointNotFoundError(f"{root}: not a checkpoint itself; {_suggestion(infos)}")
     names = sorted(found, key=natural_key)
     shown = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
     looked = "; ".join(row.marker for row in FORMATS)
@@ -805,18 +760,15 @@ def nothing_at(storage: Storage) -> CheckpointNotFoundError:
     )
 
 
-def _suggestion(entries: Sequence[Entry]) -> str:
+def _suggestion(infos: Sequence[CheckpointInfo]) -> str:
     """Which of the checkpoints in a directory to name instead of the directory."""
-    whole = [entry for entry in entries if entry.status == "committed"]
-    count = f"1 checkpoint, {whole[0].path}" if len(whole) == 1 else f"{len(whole)} checkpoints"
-    newest = newest_entry(entries, native_only=False)
-    if newest is None and whole:
-        newest = whole[-1]
-    if newest is None:
+    whole = [info for info in infos if not info.problem]
+    if not whole:
         return (
-            f"it holds {len(entries)} damaged or unfinished, none that is whole. "
-            f"{repair_advice(entries[-1].path)}"
+            f"it holds {len(infos)} damaged or unfinished, none that is whole. "
+            f"{repair_advice(infos[-1].path)}"
         )
     if len(whole) == 1:
-        return f"it holds {count}; name that"
-    return f"it holds {count}; name one of them, the newest is {newest.path}"
+        return f"it holds 1 checkpoint, {whole[0].path}; name that"
+    newest = newest_of(whole) or whole[-1]
+    return f"it holds {len(whole)} checkpoints; name one of them, the newest is {newest.path}"

@@ -11,6 +11,7 @@ import click
 
 from remesh import catalog
 from remesh._repr import format_bytes
+from remesh.catalog import CheckpointInfo
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places, summary
 from remesh.core.integrity import Finding, repair_advice
@@ -63,15 +64,15 @@ def ls(
                 f"{repair_advice(listing.path)}"
             )
         return
-    steps = catalog.scan(storage)
+    steps = catalog.list_checkpoints(storage, compare_sizes=True, with_others=True)
     if not steps:
         raise catalog.nothing_at(storage)
     found = [step for step in steps if _matches(step.name, patterns)]
     if not found:
         raise StateError(f"no checkpoint in {shown_url(path)} matches {' '.join(patterns)}")
-    newest = catalog.newest_entry(steps)
+    newest = catalog.newest_of(steps)
     if as_json:
-        checkpoints = [{**asdict(step), "newest": step is newest} for step in found]
+        checkpoints = [{**facts_of(step), "newest": step is newest} for step in found]
         output.print_json(
             {"kind": "directory", "path": shown_url(path), "checkpoints": checkpoints}
         )
@@ -83,7 +84,27 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _print_steps(steps: Sequence[catalog.Entry], newest: catalog.Entry | None) -> None:
+def facts_of(step: CheckpointInfo) -> dict[str, object]:
+    """The properties of a checkpoint, as JSON has them; null for what is not known."""
+    return {
+        "name": step.name,
+        "path": step.path,
+        "status": step.status,
+        "problem": step.problem,
+        "step": None if step.step < 0 else step.step,
+        "run": step.run,
+        "created": step.created or None,
+        "num_bytes": step.num_bytes,
+        "world_size": step.world_size or None,
+        "metrics": step.metrics,
+        "pinned": step.is_pinned,
+        "format": step.format,
+        "repaired_from": step.repaired_from,
+        "num_lost": step.num_lost,
+    }
+
+
+def _print_steps(steps: Sequence[CheckpointInfo], newest: CheckpointInfo | None) -> None:
     styles = {"committed": None, "unfinished": "dim", "damaged": "red", "unreadable": "red"}
     output.print_table(
         ("<status", "<committed", ">ranks", ">size", "<name"),
@@ -97,22 +118,22 @@ def _print_steps(steps: Sequence[catalog.Entry], newest: catalog.Entry | None) -
         ),
         style=lambda step: "bold green" if step is newest else styles[step.status],
     )
-    reasons = [f"{step.name}: {step.reason}" for step in steps if step.reason]
-    if reasons:
-        output.line("", *reasons)
+    problems = [f"{step.name}: {step.problem}" for step in steps if step.problem]
+    if problems:
+        output.line("", *problems)
     broken = [step for step in steps if step.status in {"damaged", "unfinished"}]
     if broken:
         output.line(advice_on(broken[-1]))
 
 
-def advice_on(step: catalog.Entry) -> str:
+def advice_on(step: CheckpointInfo) -> str:
     """The command for a step that is broken, as a sentence."""
     if step.status == "unfinished" and not step.num_bytes:  # a save was killed before it wrote
         return f"To remove it: remesh prune {shlex.quote(step.path)} --incomplete --yes"
     return repair_advice(step.path)
 
 
-def _marks(step: catalog.Entry, newest: catalog.Entry | None) -> str:
+def _marks(step: CheckpointInfo, newest: CheckpointInfo | None) -> str:
     marks = [" *"] if step is newest else []
     if step.format != native.FORMAT_NAME:
         marks.append(f"  ({step.format})")

@@ -12,13 +12,12 @@ from dataclasses import asdict
 from typing import Any
 
 import click
-import msgspec
 
 from remesh import catalog
 from remesh._repr import format_bytes
-from remesh.catalog import CheckpointInfo
 from remesh.checkpoint import Checkpoint
 from remesh.cli import output, places
+from remesh.cli.ls import facts_of
 from remesh.errors import CheckpointNotFoundError, RemeshError, StateError
 from remesh.maintenance import orphans
 from remesh.storage import Storage, open_storage, shown_url
@@ -35,12 +34,11 @@ def latest(*, root: str, as_json: bool) -> None:
     known to be damaged; a job resumes from it. The exit code is 2 if there is none.
     """
     storage = open_storage(root)
-    from_newest = reversed(catalog.list_checkpoints(storage))
-    newest = next((info for info in from_newest if not _checked(info).problem), None)
+    newest = catalog.newest_of(catalog.list_checkpoints(storage, compare_sizes=True))
     if newest is None:
         raise _nothing_to_choose(root, storage)
     if as_json:
-        output.print_json(_facts(newest))
+        output.print_json(facts_of(newest))
     else:
         output.line(newest.path)
 
@@ -66,10 +64,10 @@ def unpin(*, checkpoint: str) -> None:
 def _prune_checkpoints(root: str, keep_last: int, run: str | None, removes: bool) -> dict[str, Any]:
     """What is kept of a directory's checkpoints; the rest is removed if that is asked for."""
     storage = open_storage(root)
-    infos = [_checked(info) for info in catalog.list_checkpoints(storage)]
+    infos = catalog.list_checkpoints(storage, compare_sizes=True)
     if not infos:
         raise _nothing_to_choose(root, storage)
-    newest = catalog.newest_of([info for info in infos if not info.problem])
+    newest = catalog.newest_of(infos)
     whose = run if run is not None else "" if newest is None else newest.run
     decisions = decide_retention(infos, [KeepLast(keep_last)], run=whose, now=time.time())
     removed: set[str] = set()
@@ -77,7 +75,7 @@ def _prune_checkpoints(root: str, keep_last: int, run: str | None, removes: bool
         removed = {info.name for info in remove_unkept(storage, decisions, now=time.time())}
         catalog.finish_removals(storage)
     found = [
-        {**_facts(one.info), "kept": list(one.reasons), "removed": one.info.name in removed}
+        {**facts_of(one.info), "kept": list(one.reasons), "removed": one.info.name in removed}
         for one in decisions
     ]
     return {"run": whose, "checkpoints": found}
@@ -101,37 +99,13 @@ def _nothing_to_choose(root: str, storage: Storage) -> RemeshError:
     """The error about a directory that has no checkpoint of which a manager knows the step."""
     if places.is_checkpoint(root):
         return StateError(f"{storage.url}: a checkpoint itself; give the directory that it is in")
-    if any(one.status == "committed" for one in catalog.scan(storage)):
+    found = catalog.list_checkpoints(storage, compare_sizes=True, with_others=True)
+    if any(not info.problem for info in found):
         return CheckpointNotFoundError(
             f"{storage.url}: no checkpoint of remesh whose name ends with a step\n"
             f"remesh ls {shlex.quote(shown_url(root))} lists those that are there"
         )
     return catalog.nothing_at(storage)
-
-
-def _checked(info: CheckpointInfo) -> CheckpointInfo:
-    """The facts about a checkpoint, with a look at the sizes of its files."""
-    if info.problem:
-        return info
-    below = open_storage(info.path)
-    try:
-        _, findings = catalog.read_record_and_sizes(below)
-    except RemeshError as error:
-        return msgspec.structs.replace(info, problem=str(error))
-    return msgspec.structs.replace(info, problem=catalog.describe_findings(findings))
-
-
-def _facts(info: CheckpointInfo) -> dict[str, object]:
-    return {
-        "path": info.path,
-        "step": info.step,
-        "run": info.run,
-        "created": info.created,
-        "num_bytes": info.num_bytes,
-        "metrics": info.metrics,
-        "pinned": info.is_pinned,
-        "problem": info.problem,
-    }
 
 
 def _print_removals(

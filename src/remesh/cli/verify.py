@@ -60,15 +60,16 @@ def _check_all(paths: Sequence[str]) -> Iterator[Verdict]:
     """The verdicts on all paths, as soon as each is known."""
     for path in paths:
         try:
-            entries = [] if places.is_checkpoint(path) else catalog.scan(open_storage(path))
+            is_one, storage = places.is_checkpoint(path), open_storage(path)
+            found = [] if is_one else catalog.list_checkpoints(storage, with_others=True)
         except RemeshError:
-            entries = []  # `check` meets the same error, and makes it a verdict
-        if not entries:
+            found = []  # `check` meets the same error, and makes it a verdict
+        if not found:
             yield check(path)
-        for one in entries:
+        for one in found:
             if one.status == "unfinished":
                 advice = advice_on(one)
-                yield Verdict(one.path, "unfinished", error=one.reason, advice=advice)
+                yield Verdict(one.path, "unfinished", error=one.problem, advice=advice)
             else:
                 yield check(one.path)
 

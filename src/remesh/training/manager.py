@@ -263,7 +263,7 @@ class Manager:
     @property
     def latest(self) -> CheckpointInfo | None:
         """The newest that is not known to be damaged, or None. Not collective."""
-        return catalog.newest_of([info for info in self.checkpoints if not info.problem])
+        return catalog.newest_of(self.checkpoints)
 
     def retention_decisions(self) -> list[RetentionDecision]:
         """The decision of retention on each checkpoint now; nothing is touched. Not collective."""

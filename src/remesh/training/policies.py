@@ -247,7 +247,7 @@ def decide_retention(
     known = [info for info in infos if not _is_copy(info)]
     counted = [info for info in known if info.run == run and not info.problem]
     reasons: dict[str, list[str]] = {info.name: _protections(info, run, now) for info in infos}
-    newest = catalog.newest_of([info for info in infos if not info.problem])
+    newest = catalog.newest_of(infos)
     own_newest = catalog.newest_of(counted)
     for info in {one.name: one for one in (newest, own_newest) if one is not None}.values():
         reasons[info.name].append("the newest good one")
