@@ -641,7 +641,7 @@ MOUNTS = """\
 def test_mounts_are_found_by_device(
     device: int, kind: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "_kernel_text", lambda _path: MOUNTS)
+    monkeypatch.setattr(local, "kernel_lines", lambda _path: MOUNTS.splitlines())
     assert local.mount_of(device) == (kind, source)
 
 
@@ -663,7 +663,7 @@ def test_room_has_a_name_that_all_ranks_in_it_give_it(
 ) -> None:
     storage.put("file", b"", overwrite=False)
     monkeypatch.setattr(local, "mount_of", lambda _device: (kind, source))
-    monkeypatch.setattr(local, "_kernel_text", lambda _path: f"{boot_id}\n")
+    monkeypatch.setattr(local, "kernel_lines", lambda _path: boot_id.splitlines())
     space = storage.space()
     assert space is not None
     assert space.identity.startswith(identity)

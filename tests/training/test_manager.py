@@ -357,7 +357,7 @@ def test_a_manager_of_an_earlier_entry_is_closed_without_a_word(
         ({"every": 2.5}, "every= must be"),
         ({"every": True}, "every= must be"),
         ({"keep": "3"}, "keep= must be a number of checkpoints"),
-        ({"background": "false"}, "background= must be True or False, not the text 'false'"),
+        ({"background": "false"}, "background= must be True or False, not 'false'"),
         ({"save_at_end": 0}, "save_at_end= must be True or False"),
         ({"deadline": "60"}, "deadline= must be a number of seconds"),
         ({"arena_bytes": "1e9"}, "arena_bytes= must be a whole number"),

@@ -264,8 +264,8 @@ def _names_below(storage: Storage, *, with_number: bool = False) -> Sequence[str
     if not is_local(storage):
         return names
     # Links come first, so that the directory's own name replaces them.
-    paths = sorted((f"{storage.url}/{name}" for name in names), key=lambda one: not islink(one))
-    return list({os.path.realpath(path): os.path.basename(path) for path in paths}.values())
+    names.sort(key=lambda name: not _is_link(storage, name))
+    return list({os.path.realpath(f"{storage.url}/{name}"): name for name in names}.values())
 
 
 def _is_link(storage: Storage, name: str) -> bool:

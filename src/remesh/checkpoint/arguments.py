@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from remesh._repr import shown
 from remesh.errors import OptionError, StateError
 from remesh.storage import Storage
 
@@ -73,13 +74,6 @@ def check_seconds(call: str, name: str, value: object) -> None:
         raise OptionError(
             f"{call}: {name}= must be a number of seconds, more than 0, not {shown(value)}."
         )
-
-
-def shown(value: object) -> str:
-    """A value with its type, for messages."""
-    if isinstance(value, str):
-        return f"the text {value[:40]!r}"
-    return f"{str(value)[:40]} ({type(value).__name__})"
 
 
 def check_same_options(options: Sequence[tuple[str | None, ...]]) -> None:

@@ -48,7 +48,7 @@ def _half_of_machine() -> Iterator[int]:
 
 def _left_on_machine(root: Path) -> Iterator[int]:
     """Memory that is free on the machine or holds a cache that can be dropped, if it says so."""
-    for line in _lines(root / "proc/meminfo"):
+    for line in kernel_lines(root / "proc/meminfo"):
         name, _, amount = line.partition(":")
         if name == "MemAvailable":
             yield int(amount.split()[0]) << 10
@@ -56,7 +56,7 @@ def _left_on_machine(root: Path) -> Iterator[int]:
 
 def _left_in_groups(root: Path) -> Iterator[int]:
     """Bytes that each group of this process has left, if it has limits."""
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in kernel_lines(root / "proc/self/cgroup"):
         number, controllers, group = line.split(":", 2)
         if number == "0" and not controllers:
             version, kind = _VERSION_2, "cgroup2"
@@ -71,7 +71,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 def _mounts(root: Path, kind: str) -> Iterator[tuple[PurePosixPath, PurePosixPath]]:
     """Where trees of memory groups are mounted, and which group is the top of each."""
-    for line in _lines(root / "proc/self/mountinfo"):
+    for line in kernel_lines(root / "proc/self/mountinfo"):
         mount, _, file_system = line.partition(" - ")
         found, _, options = file_system.split(" ", 2)
         if found == kind and (kind == "cgroup2" or "memory" in options.split(",")):
@@ -99,7 +99,7 @@ def _left_in_group(directory: Path, version: _Version) -> Iterator[int]:
     used = _number(directory / version.usage)
     if used is None:
         return  # the root of version 2 has no such file
-    for line in _lines(directory / "memory.stat"):
+    for line in kernel_lines(directory / "memory.stat"):
         name, _, amount = line.partition(" ")
         if name == version.reclaimable:
             used -= int(amount)
@@ -111,11 +111,11 @@ def _left_in_group(directory: Path, version: _Version) -> Iterator[int]:
 
 def _number(path: Path) -> int | None:
     """The number in a file; None if it says `max` or is not there."""
-    text = "".join(_lines(path)).strip()
+    text = "".join(kernel_lines(path)).strip()
     return int(text) if text.isdecimal() else None
 
 
-def _lines(path: Path) -> list[str]:
+def kernel_lines(path: Path) -> list[str]:
     """The lines of a file that the kernel may not offer, as in some sandboxes; none then."""
     try:
         return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()

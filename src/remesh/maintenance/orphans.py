@@ -220,7 +220,7 @@ def remove_orphan(orphan: Orphan, root: Any, *, now: float, older_than: float) -
     return False
 
 
-def remove_orphans(storage: Storage, *, older_than: float = DEFAULT_AGE) -> None:
+def remove_orphans(storage: Storage) -> None:
     """Remove what dead saves left beside a checkpoint that has just been committed.
 
     The time is that of the commit record, as the storage says it, so no clock but the storage's
@@ -230,9 +230,9 @@ def remove_orphans(storage: Storage, *, older_than: float = DEFAULT_AGE) -> None
     record = here.files.get(native.RECORD_NAME)
     now = None if record is None else record.modified
     if now is not None:
-        for orphan in _orphans_in(storage, "", here, Age(now, older_than)):
+        for orphan in _orphans_in(storage, "", here, Age(now, DEFAULT_AGE)):
             if not orphan.kept:
-                remove_orphan(orphan, storage, now=now, older_than=older_than)
+                remove_orphan(orphan, storage, now=now, older_than=DEFAULT_AGE)
 
 
 def remove_files(storage: Storage, save_id: str, *, keep: str = "") -> None:

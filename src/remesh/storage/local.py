@@ -61,7 +61,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from remesh.core.host_memory import available_memory
+from remesh.core.host_memory import available_memory, kernel_lines
 from remesh.errors import CheckpointNotFoundError, NoSpaceError, RemeshError, StorageError
 from remesh.storage.base import (
     ALIGNMENT,
@@ -315,7 +315,7 @@ class LocalStorage(Storage):
         available = available_memory() if kind in _IN_MEMORY else None
         if available is not None:
             free_bytes = min(free_bytes, available)
-        machine = _kernel_text("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
+        [machine] = kernel_lines(Path("/proc/sys/kernel/random/boot_id")) or [socket.gethostname()]
         room_name = f"{kind}:{source}" if kind in _NETWORK else f"{machine}:{status.st_dev}"
         place = f"{room_name}:{status.st_ino}:{self._root.relative_to(directory)}"
         return FileSystemSpace(room_name, free_bytes, place, str(directory))
@@ -418,20 +418,12 @@ def _rename_with_marker(hidden: Path, file: Path) -> None:
 def mount_of(device: int) -> tuple[str, str]:
     """The kind of the file system of a device (`st_dev`) and what was mounted; empty if unknown."""
     number = f"{os.major(device)}:{os.minor(device)}"
-    for line in _kernel_text("/proc/self/mountinfo").splitlines():
+    for line in kernel_lines(Path("/proc/self/mountinfo")):
         mount, _, file_system = line.partition(" - ")
         if mount.split()[2:3] == [number]:
             kind, source = file_system.split()[:2]
             return kind, source
     return "", ""
-
-
-def _kernel_text(path: str) -> str:
-    """A file that the kernel may not offer, as in some sandboxes; empty then."""
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
 
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)

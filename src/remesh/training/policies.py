@@ -26,9 +26,9 @@ from typing import Any, Literal
 import msgspec
 
 from remesh import catalog
-from remesh._repr import short_repr
+from remesh._repr import short_repr, shown
 from remesh.catalog import CheckpointInfo
-from remesh.checkpoint.arguments import check_choice, check_count, check_seconds, shown
+from remesh.checkpoint.arguments import check_choice, check_count, check_seconds
 from remesh.errors import OptionError
 from remesh.storage import Storage
 
