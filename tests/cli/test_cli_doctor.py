@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 import remesh
 from remesh.cli import cli
+from remesh.cli.doctor import check_place
 from remesh.storage import MemoryStorage
-from remesh.storage.checks import check_place
 
 
 def test_a_good_place(tmp_path: Path) -> None:
