@@ -109,6 +109,19 @@ def test_the_newest_is_the_one_that_a_job_resumes_from(
     assert "step_100: a wrong bit\n" in run("ls", runs).stdout
 
 
+def test_checkpoints_are_listed_by_step_and_latest_says_the_same(
+    run_json: RunJson, runs: Path
+) -> None:
+    (runs / "step_9").rename(runs / "final")
+    listed = run_json("ls", runs)["checkpoints"]
+    steps = {"final": None, "step_10": 10, "step_100": 100, "step_200": 200}
+    assert [(one["name"], one["step"]) for one in listed] == list(steps.items())
+    statuses = ["committed", "committed", "committed", "unfinished"]
+    assert [one["status"] for one in listed] == statuses
+    [newest] = [one for one in listed if one.pop("newest")]
+    assert run_json("latest", runs) == newest
+
+
 @pytest.mark.parametrize("damage", ["record", "missing", "short"])
 def test_damaged_checkpoints_are_never_the_newest(
     run: Run, run_json: RunJson, runs: Path, damage: str
