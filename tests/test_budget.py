@@ -18,14 +18,14 @@ SLACK = 60
 """Lines that a room may be below its budget before the budget must be lowered."""
 
 BUDGETS = {  # room: lines at most now, and in the end; "" is the root
-    "": (1026, 1200),
-    "adapters": (3562, 3200),
+    "": (1033, 1200),
+    "adapters": (3560, 3200),
     "background": (1595, 1400),
-    "catalog": (774, 900),
-    "checkpoint": (6096, 4900),
-    "cli": (2894, 3700),
+    "catalog": (772, 900),
+    "checkpoint": (6089, 4900),
+    "cli": (2893, 3700),
     "compat": (4183, 4100),
-    "core": (3828, 4990),
+    "core": (3825, 4990),
     "demo": (1025, 1000),
     "elastic": (7646, 6300),
     "exchange": (1010, 800),
@@ -36,8 +36,8 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "planner": (1365, 1450),
     "recipes": (496, 400),
     "storage": (2338, 2600),
-    "training": (4621, 4610),
-    "transform": (4152, 4300),
+    "training": (4620, 4610),
+    "transform": (4146, 4300),
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 MAX_FIELD = 60
@@ -81,6 +81,13 @@ def shown(value: object) -> str:
     """A value for a message, whatever it is, cut where it gets long."""
     text = _SHORT.repr(value)
     return text if len(text) <= MAX_FIELD else f"{text[: MAX_FIELD - 3]}..."
+
+
+def listed(items: Iterable[object], most: int = 10) -> str:
+    """The first of some items, and how many more there are."""
+    texts = list(map(str, items))
+    more = f", ... and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -43,7 +43,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from remesh._repr import short_repr
+from remesh._repr import listed, short_repr
 from remesh.adapters.declared import (
     NamedModule,
     Placed,
@@ -81,7 +81,6 @@ from remesh.core.state import (
 from remesh.errors import StateError
 
 _log = logging.getLogger("remesh")
-_MAX_LISTED = 3
 _ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
 _OF_THIS_MACHINE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NO_OPTIONS = frozenset({"params", "param_names"})
@@ -276,11 +275,10 @@ def _tell_of_missing_state(parameters: list[_Optimized], where: str) -> None:
     if without and any(p.packed_state for p in trained):
         _log.warning(
             "%s: %d parameters have no state in the optimizer, others do\n"
-            "None is stored for them: %s%s",
+            "None is stored for them: %s",
             where,
             len(without),
-            ", ".join(without[:_MAX_LISTED]),
-            ", ..." if len(without) > _MAX_LISTED else "",
+            listed(without, 3),
         )
 
 

@@ -45,7 +45,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from remesh._repr import short_repr, shown
+from remesh._repr import listed, short_repr, shown
 from remesh.core.integrity import NUM_READINGS, Finding, compare_sizes, hex_digest, repair_advice
 from remesh.errors import (
     CheckpointError,
@@ -83,7 +83,6 @@ _NAME = re.compile(r"(?:.*[^0-9])?([0-9]+)", re.DOTALL)
 _IN_USE = re.compile(r"in-use-[0-9a-f]+\.json")
 
 _NO_RECORD = "no commit record: a save is running, was interrupted, or the record was lost"
-_MAX_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -752,10 +751,9 @@ def nothing_at(storage: Storage) -> CheckpointNotFoundError:
     if infos:
         return CheckpointNotFoundError(f"{root}: not a checkpoint itself; {_suggestion(infos)}")
     names = sorted(found, key=natural_key)
-    shown = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
     looked = "; ".join(row.marker for row in FORMATS)
     return CheckpointNotFoundError(
-        f"{root}: not a checkpoint (no {native.RECORD_NAME}); it holds {shown}. "
+        f"{root}: not a checkpoint (no {native.RECORD_NAME}); it holds {listed(names, 5)}. "
         f"Looked for: {looked}."
     )
 

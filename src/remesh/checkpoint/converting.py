@@ -22,10 +22,9 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import replace
 
-from remesh._repr import short_repr
+from remesh._repr import listed, short_repr
 from remesh.checkpoint.agree import SaveOptions
 from remesh.checkpoint.local import exchange_of
-from remesh.checkpoint.mismatch import listed
 from remesh.checkpoint.opened import Checkpoint, VerifyReport, open_source
 from remesh.checkpoint.saving import save_agreed
 from remesh.checkpoint.transformed import renamed_lists, renamed_path, renamed_sequences

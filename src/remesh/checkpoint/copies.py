@@ -30,6 +30,7 @@ from typing import Literal
 import numpy as np
 import xxhash
 
+from remesh._repr import listed
 from remesh.checkpoint.local import LocalTensors, finish_device_work
 from remesh.core.geometry import BoolArray, IntArray, boxes_of_flat_range
 from remesh.core.memory import contiguous_bytes
@@ -200,15 +201,13 @@ def _report(
             raise DivergedReplicaError(_message(what, role))
         warned.setdefault(name, ranks)
     if warned:
-        shown = [f"{name} (ranks {a} and {b})" for name, (a, b) in list(warned.items())[:MAX_SHOWN]]
-        more = ", ..." if len(warned) > MAX_SHOWN else ""
+        shown = [f"{name} (ranks {a} and {b})" for name, (a, b) in warned.items()]
         _LOGGER.warning(
             "copies of %d tensors differ between ranks, and one of them is stored\n"
-            "They are %s%s. Pass verify_replicas=True to make that an error; for buffers, "
+            "They are %s. Pass verify_replicas=True to make that an error; for buffers, "
             "buffers='rank0' or 'per_rank' says which count",
             len(warned),
-            ", ".join(shown),
-            more,
+            listed(shown, MAX_SHOWN),
         )
 
 

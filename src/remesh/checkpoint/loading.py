@@ -28,6 +28,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from remesh._repr import listed
 from remesh.catalog import explained_absence
 from remesh.checkpoint.arguments import (
     check_choice,
@@ -49,7 +50,7 @@ from remesh.checkpoint.match import (
     RankLoadPlan,
     match,
 )
-from remesh.checkpoint.mismatch import listed, refuse, unasked, with_recipe
+from remesh.checkpoint.mismatch import refuse, unasked, with_recipe
 from remesh.checkpoint.optimizer_names import with_parameter_names
 from remesh.checkpoint.report import Findings, RestoreReport
 from remesh.checkpoint.stored import StoredState

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
+from remesh._repr import listed
 from remesh.checkpoint.report import Findings
 from remesh.checkpoint.stored import LIVE, StoredState
 from remesh.core import values
@@ -20,13 +21,6 @@ MAX_EXAMPLES = 2
 
 MAX_COMPARED = 5000
 """How many names are looked at for one that is near."""
-
-
-def listed(names: Iterable[str]) -> str:
-    """The first of some names, and how many more there are."""
-    shown = list(names)
-    more = f", ... and {len(shown) - MAX_LISTED} more" if len(shown) > MAX_LISTED else ""
-    return ", ".join(shown[:MAX_LISTED]) + more
 
 
 def _lines(texts: Sequence[str], limit: int = MAX_LISTED, more: str = "") -> list[str]:

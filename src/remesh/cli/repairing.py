@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import click
 
-from remesh._repr import format_bytes
+from remesh._repr import format_bytes, listed
 from remesh.cli import output
 from remesh.core.geometry import Box
 from remesh.maintenance.repair import RepairReport, plan_repair, write_repaired
@@ -130,5 +130,4 @@ def _next_command(report: RepairReport, save_id: str | None) -> str:
 def _holes(holes: tuple[Box, ...]) -> str:
     if not holes:
         return "its pieces contradict each other"
-    more = f" and {len(holes) - MAX_HOLES} more" if len(holes) > MAX_HOLES else ""
-    return f"missing {', '.join(map(str, holes[:MAX_HOLES]))}{more}"
+    return f"missing {listed(holes, MAX_HOLES)}"

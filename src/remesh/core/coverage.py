@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from remesh._repr import listed
 from remesh.core.geometry import (
     BoolArray,
     Box,
@@ -137,17 +138,12 @@ def _explain(boxes: BoxTable, row: int, bounds: IntArray, holders: Callable[[int
     complaints = []
     holes = uncovered(Box.whole(shape), pieces)
     if holes:
-        complaints.append(f"no rank holds {_listed([str(hole) for hole in holes])}")
+        complaints.append(f"no rank holds {listed(holes, MAX_SHOWN)}")
     pairs = []
     for a, b in _overlapping_pairs(boxes.offsets[first:last], boxes.extents[first:last]):
         pairs.append(f"{pieces[a]} ({holders(first + a)}) and {pieces[b]} ({holders(first + b)})")
         if len(pairs) > MAX_SHOWN:
             break
     if pairs:
-        complaints.append(f"these overlap: {_listed(pairs)}")
+        complaints.append(f"these overlap: {listed(pairs, MAX_SHOWN)}")
     return f"  {boxes.tensors.names[row]} {shape}: " + "; ".join(complaints)
-
-
-def _listed(items: list[str]) -> str:
-    more = f" and {len(items) - MAX_SHOWN} more" if len(items) > MAX_SHOWN else ""
-    return ", ".join(items[:MAX_SHOWN]) + more

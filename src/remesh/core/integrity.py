@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from remesh._repr import listed
 from remesh.core.geometry import IntArray
 from remesh.core.index import Index
 
@@ -125,8 +126,8 @@ class Finding:
     num_written: int | None = None  # the size that was written, likewise
 
     def __str__(self) -> str:
-        shown = ", ".join(self.tensors[:8]) + (", ..." if len(self.tensors) > 8 else "")
-        what = f"tensors {shown}" if self.tensors else "no tensor, only the file's header"
+        names = listed(self.tensors)
+        what = f"tensors {names}" if names else "no tensor, only the file's header"
         return f"{self.file}: bytes {self.start}:{self.stop} are not what was written ({what})"
 
 

@@ -31,6 +31,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from remesh._repr import listed
 from remesh.core.geometry import IntArray
 from remesh.errors import ExchangeError
 from remesh.exchange import Exchange
@@ -265,8 +266,7 @@ class TaskPool:
                 return
             if any(is_late for _, is_late, *_ in replies):
                 self.close()
-                named = ", ".join(map(str, slow[:10])) + (", ..." if len(slow) > 10 else "")
-                raise self._too_late(f"rank {named}" if len(slow) == 1 else f"ranks {named}")
+                raise self._too_late(f"rank{'s' * (len(slow) > 1)} {listed(slow)}")
             if self._exchange.rank == 0 and self._seconds >= self._logged + LOG_INTERVAL:
                 self._logged = self._seconds
                 self._log_slowest(replies, slow)

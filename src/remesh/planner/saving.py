@@ -22,6 +22,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from remesh._repr import listed
 from remesh.core.coverage import MAX_SHOWN, check_coverage
 from remesh.core.geometry import BoolArray, IntArray
 from remesh.core.index import Index, StoredFile
@@ -375,8 +376,7 @@ def _distinct_boxes(held: Held) -> Distinct:
 
     def holders(number: int) -> str:
         ranks = rank[first[number] : first[number + 1]].tolist()
-        shown = ", ".join(map(str, ranks[:MAX_SHOWN])) + (", ..." if len(ranks) > MAX_SHOWN else "")
-        return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks, MAX_SHOWN)}"
 
     _check_roles(boxes, roles, first, rank)
     check_coverage(boxes, holders)

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from remesh import catalog
-from remesh._repr import short_repr
+from remesh._repr import listed, short_repr
 from remesh.catalog import CheckpointInfo, ManagerNote, TrackerRun
 from remesh.checkpoint import RestoreReport, load
 from remesh.core.integrity import hex_digest, raw_digest
@@ -46,7 +46,6 @@ from remesh.storage import Storage, is_local
 from remesh.training import rng
 from remesh.training.rng import Randomness
 from remesh.training.trackers import run_id_of
-from remesh.transform.syntax import listing
 
 _LOGGER = logging.getLogger("remesh")
 
@@ -428,7 +427,7 @@ def _by_ranks(replies: Sequence[bytes]) -> tuple[str, ...]:
 
 
 def _few(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {listing(ranks, MAX_SHOWN)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, MAX_SHOWN)}"
 
 
 def _load_rows(

@@ -25,7 +25,7 @@ import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from remesh._repr import short_repr
+from remesh._repr import listed, short_repr
 from remesh.core.geometry import Box
 from remesh.errors import MismatchError, TransformError
 from remesh.transform.execute import Bindings, Sources, ends_of_results, info_from_states
@@ -42,7 +42,7 @@ from remesh.transform.optimizer_state import SCALAR_SLOTS, State, States, find_s
 from remesh.transform.rearrange import Rearrangement, shape_after, trace
 from remesh.transform.renames import Renames, rename_steps
 from remesh.transform.statements import Statements
-from remesh.transform.syntax import Name, listing
+from remesh.transform.syntax import Name
 from remesh.transform.tensor_info import PLAIN, Infos, TensorInfo
 from remesh.transform.wildcards import Expander, Step
 
@@ -444,9 +444,9 @@ class Resolver:
         is_complete = len(found) == len(self.leaves_of(parameter))
         node = whole if is_complete else made_of(whole, found)
         if node is None:
-            lacking = [o.name for o in self.leaves_of(parameter) if o.name not in found]
+            lacking = [repr(o.name) for o in self.leaves_of(parameter) if o.name not in found]
             self.result.missing[name] = (
-                f"it follows {parameter!r}, which is made of {listing(lacking)}, of which "
+                f"it follows {parameter!r}, which is made of {listed(lacking, 5)}, of which "
                 f"the sources have no {state.slot}"
             )
             return

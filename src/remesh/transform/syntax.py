@@ -145,12 +145,6 @@ def shorten(text: str) -> str:
     return text if len(text) <= limit else f"{text[: limit - 60]} ... {text[-55:]}"
 
 
-def listing(names: Sequence[object], limit: int = 5) -> str:
-    """Names for a message: the first few, and how many there are more."""
-    shown = ", ".join(map(repr, names[:limit]))
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
-
-
 def nearest(name: str, names: Iterable[str]) -> list[str]:
     """Hint with the names that look most like `name`; empty if none does.
 

@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 import torch
 
+from remesh._repr import listed
 from remesh.checkpoint.local import exchange_of
-from remesh.checkpoint.mismatch import listed
 from remesh.compat.megatron.core import (
     CheckpointingConfig,
     CheckpointingException,
