@@ -17,6 +17,7 @@ from typing import Literal
 import pytest
 
 import remesh
+from remesh.background import status_files
 from remesh.errors import ExchangeError
 from remesh.events import Event
 from remesh.exchange import Exchange
@@ -144,7 +145,10 @@ def test_storage_that_fails_at_random(num_faults: int, covered: Callable[[str], 
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_a_rank_that_stalls_does_not_hold_the_others(number: int, tmp_path: Path) -> None:
+def test_a_rank_that_stalls_is_named_and_does_not_hold_the_others(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(status_files, "REPORT_SECONDS", 0.0)
     dice = dice_of("stall", number)
     rank = dice.randrange(NUM_RANKS)
     mine = ("save.file_created", "save.chunk_written", "save.file_finished")
@@ -184,6 +188,7 @@ def test_a_rank_that_stalls_does_not_hold_the_others(number: int, tmp_path: Path
         if other != rank:
             assert isinstance(error, remesh.errors.ExchangeError)
             assert ("for rank 0 to commit" if rank == 0 else f"for ranks [{rank}]") in str(error)
+    assert not rank or f"for 1 of {NUM_RANKS} ranks: [{rank}]" in caplog.text
     # Rank 0 may go on and commit after others have given up on it; nobody else does.
     assert stored_step(LocalStorage(tmp_path)) in ({1} if rank else {1, 2})
 

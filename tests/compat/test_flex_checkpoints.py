@@ -146,14 +146,6 @@ def test_nothing_is_kept_of_a_group_whose_queue_is_clear(tmp_path: Path, async_s
     assert [value_at(tmp_path, number) for number in (0, 1)] == [1, 2]
 
 
-def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
-    names = ("embed.weight", "lm_head.weight")
-    tied = whole(dict.fromkeys(names, numbers((3, 2))))
-    save_state_dict(tied, tmp_path)
-    assert dict(remesh.Checkpoint(tmp_path / "0").index.aliases) == {names[1]: names[0]}
-    filled(partial(load_state_dict, path=tmp_path), tied)
-
-
 def _faulty(exchange: Exchange, path: Path) -> None:
     with pytest.raises(DivergedReplicaError, match="w"):  # a shard that nobody declared
         save_state_dict(weight_of(exchange.rank), path, exchange)

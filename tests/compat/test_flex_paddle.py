@@ -40,7 +40,6 @@ DIRECTORIES = ["two_rank", "flat3d"]
 
 
 def expected(directory: str) -> dict[str, torch.Tensor]:
-    """The tensors that a directory holds."""
     found = {}
     for name, spec in CONTENT[directory].items():
         dtype = getattr(torch, spec["dtype"])
@@ -51,7 +50,6 @@ def expected(directory: str) -> dict[str, torch.Tensor]:
 
 
 def check(path: Path, wanted: Weights, **options: Any) -> None:
-    """Load what is wanted, and compare."""
     filled(lambda target: load_state_dict(target, path, **options), wanted)
 
 

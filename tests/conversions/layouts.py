@@ -67,7 +67,6 @@ class Layout:
         return range(start, shape.all_layers if chunk == total - 1 else stop)
 
     def place(self, rank: int, chunk: int, shape: Shape) -> Place:
-        """The place of a chunk in the model."""
         _, data, tp = self.coordinates(rank)
         return Place(
             tp_rank=tp,
@@ -189,8 +188,6 @@ def numbers_of_rows(numbers: torch.Tensor, rank: int, num_ranks: int) -> torch.T
 
 @dataclass(frozen=True)
 class Held:
-    """Elements that a rank holds."""
-
     key: str  # what of: a tensor of the model, or of the state of a parameter
     elements: torch.Tensor  # the memory, one dim
     numbers: torch.Tensor  # for each the number of the global element, or -1

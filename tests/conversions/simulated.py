@@ -24,7 +24,6 @@ def filled(layout: Layout, shape: Shape, whole: dict[str, torch.Tensor]) -> list
 
 
 def save(jobs: list[Job]) -> MemoryStorage:
-    """A checkpoint of a job."""
     storage = MemoryStorage()
 
     def rank(exchange: Exchange) -> None:

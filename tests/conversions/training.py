@@ -45,7 +45,6 @@ def start(job: Job, seed: int) -> None:
 
 
 def train(job: Job, num_steps: int) -> list[float]:
-    """Train; the loss of each step."""
     return [_train_step(job) for _ in range(num_steps)]
 
 

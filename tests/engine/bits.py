@@ -40,5 +40,4 @@ def bits_of(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def bits_of_all(tensors: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """`bits_of` of every tensor of a dict; of arrays too."""
     return {name: bits_of(torch.as_tensor(tensor)) for name, tensor in tensors.items()}

@@ -10,7 +10,6 @@ import importlib
 import json
 import shutil
 import threading
-import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +26,6 @@ import remesh
 from remesh.checkpoint import convert
 from remesh.cli import cli
 from remesh.core.compression import encode_table
-from remesh.core.geometry import Box
 from remesh.core.integrity import BLOCK_SIZE
 from remesh.errors import FormatVersionError, OptionError, StateError
 from remesh.exchange import Exchange
@@ -51,7 +47,6 @@ from tests.engine.compressed import (
     stored_bytes,
     truth,
 )
-from tests.engine.test_unchanged import Way, save_with, saver_of
 from tests.support import FaultInjector, InjectedError, run_ranks
 
 NUM_RANKS = 3
@@ -104,19 +99,6 @@ def test_files_take_less_and_everything_is_there(saved: Path) -> None:
     files = [file for file in saved.rglob("*") if file.is_file()]
     assert entry["num_bytes"] == sum(file.stat().st_size for file in files if "data-" in str(file))
     assert not orphans.find_orphans(saved.parent, now=1e12, older_than=0)
-
-
-def test_parts_are_read(saved: Path) -> None:
-    weight = truth()["weight"]
-    checkpoint = remesh.Checkpoint(saved)
-    part = checkpoint.read("weight", Box.from_slices((10, 30), (7, 20_000)))
-    assert part.numpy().tobytes() == weight[10:30, 7:20_000].tobytes()
-    box = Box((47, COLUMNS - 1), (1, 1))
-    assert checkpoint.read_array("weight", box).tobytes() == weight[47:, -1:].tobytes()
-    halves = {name: np.zeros((ROWS, COLUMNS // 2), np.float32) for name in ("left", "right")}
-    remesh.load(halves, saved, transform="weight -> left, right, axis=1")
-    found = np.concatenate([halves["left"], halves["right"]], axis=1)
-    assert found.tobytes() == weight.tobytes()
 
 
 class Reads(StorageView):
@@ -237,18 +219,6 @@ def test_blocks_may_lie_in_any_order(saved: Path, tmp_path: Path) -> None:
     check_stored(path)
 
 
-@pytest.mark.parametrize("way", ["thread", "process"])
-def test_ranks_save_in_the_background(way: Way, tmp_path: Path) -> None:
-    def save(exchange: Exchange) -> None:
-        state = part_of_state(exchange.rank, exchange.world_size, 1, fill=True)
-        with saver_of(way, group=exchange, compress="zstd") as saver:
-            save_with(saver, way, state, tmp_path / "c")
-
-    run_ranks(2 if way == "thread" else 1, save)
-    check_stored(tmp_path / "c")
-    assert remesh.Checkpoint(tmp_path / "c").index.is_compressed
-
-
 # ---------------------------------------------------------------------------------------------
 # Other formats, and what is missing
 # ---------------------------------------------------------------------------------------------
@@ -274,14 +244,6 @@ def test_conversions(saved: Path, tmp_path: Path) -> None:
         read |= load_file(file)
     assert {name: array.tobytes() for name, array in read.items()} == {
         name: large[name].tobytes() for name in ("weight", "bias")
-    }
-    convert(saved, tmp_path / "dcp", format="torch_dcp", only=list(large))
-    target = {name: torch.zeros_like(torch.from_numpy(array)) for name, array in large.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.state_dict_loader.load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert {n: t.numpy().tobytes() for n, t in target.items()} == {
-        name: array.tobytes() for name, array in large.items()
     }
 
 

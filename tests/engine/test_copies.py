@@ -140,18 +140,6 @@ def test_verify_replicas_compares_what_descriptions_say() -> None:
     differ(errors_of(2, save, True), "w")
 
 
-def test_equal_copies_pass_whatever_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    storage = MemoryStorage()
-
-    def save(exchange: Exchange) -> None:
-        state = {"w": torch.arange(100_000.0), "s": torch.tensor(3), "e": torch.zeros(0, 3)}
-        for verify in (False, True):
-            remesh.save(state, storage, overwrite=True, verify_replicas=verify, group=exchange)
-
-    run_ranks(3, save)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
 @pytest.mark.parametrize("option", [{"verify_replicas": True}, {"compress": "zstd"}])
 def test_ranks_that_ask_for_other_things_are_told(option: dict[str, Any]) -> None:
     storage = MemoryStorage()

@@ -19,8 +19,6 @@ from remesh.core.strided import Layout
 
 @dataclass(frozen=True, slots=True)
 class MemoryOf(Memory):
-    """Memory of some device, which nobody reads."""
-
     layout: Layout | None = field()
     carrier: CarrierDType = field(default_factory=lambda: BY_NAME["float32"].carrier)
 

@@ -294,7 +294,6 @@ REFUSALS: dict[str, Refusal] = {
 
 
 def refuse(patch: pytest.MonkeyPatch, what: str, victim: int) -> None:
-    """Let the system refuse something to one rank."""
     owner, name, is_meant, error = REFUSALS[what]
     call = getattr(owner, name)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 import threading
 from concurrent.futures import wait
 from pathlib import Path
@@ -13,9 +11,8 @@ import numpy as np
 import pytest
 
 import remesh
-from remesh.background import status_files
 from remesh.background.status_files import StatusFiles
-from remesh.errors import ExchangeError, RankFailedError
+from remesh.errors import RankFailedError
 from remesh.events import Event
 from remesh.exchange import Exchange
 from remesh.pipeline.write import CHUNK_SIZE
@@ -27,7 +24,6 @@ WORLD_SIZE = 2
 
 
 def state_of(rank: int, value: float) -> dict[str, Any]:
-    """A half of a tensor of two chunks a rank, of which every element is `value`."""
     whole = np.full((CHUNK_SIZE // 4 * WORLD_SIZE, 2), value, dtype=np.float32)
     return {"w": share_of("w", whole, rank, WORLD_SIZE)}
 
@@ -116,39 +112,3 @@ def test_a_failure_that_one_rank_knows_is_raised_on_all(monkeypatch: pytest.Monk
     assert raised_1 is first_1
     assert storages[1].list() == []
     assert remesh.Checkpoint(storages[2]).verify().ok
-
-
-def test_a_slow_save_names_the_ranks_that_are_missing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 1 writes a chunk and hangs in the next; rank 0 says so, and then gives up."""
-    monkeypatch.setattr(status_files, "REPORT_SECONDS", 0.0)
-    storage = MemoryStorage()
-    released = threading.Event()
-    full_chunks = itertools.count(1)
-
-    def hang(event: Event) -> None:
-        is_full = event.point == "save.chunk_written" and event.num_bytes == CHUNK_SIZE
-        if event.rank == 1 and is_full and next(full_chunks) == 2:
-            released.wait(120)
-
-    def train(exchange: Exchange) -> str:
-        saver = remesh.Saver(group=exchange, deadline=0.2, on_event=hang)
-        handle = saver.save_async(state_of(exchange.rank, 1.0), storage)
-        if exchange.rank == 1:
-            exchange.all_gather(b"")
-            released.set()
-            wait([handle], 60)
-            return ""
-        with pytest.raises(ExchangeError) as caught:
-            handle.result(timeout=240)
-        exchange.all_gather(b"")
-        return str(caught.value)
-
-    with caplog.at_level(logging.WARNING, logger="remesh"):
-        message = run_ranks(WORLD_SIZE, train)[0]
-    assert "ranks [1] to finish their files" in message
-    lines = [record.getMessage() for record in caplog.records]
-    assert any("for 1 of 2 ranks: [1]" in line for line in lines)
-    with pytest.raises(remesh.CheckpointNotFoundError):
-        remesh.Checkpoint(storage)

@@ -119,24 +119,6 @@ def test_parameters_are_filled_in_place_and_stay_parameters(tmp_path: Path) -> N
     assert target["computed"].tolist() == [0, 2, 4, 6]
 
 
-def test_a_tensor_of_many_chunks(tmp_path: Path) -> None:
-    """Longer than chunks, windows and blocks, and not a multiple of any of them."""
-    generator = torch.Generator().manual_seed(1)
-    whole = torch.randint(-(2**31), 2**31, (5, 1_100_003), generator=generator, dtype=torch.int32)
-    remesh.save({"w": whole, "odd": whole[:, ::2].T}, tmp_path)
-    target = {"w": torch.zeros_like(whole), "odd": torch.zeros_like(whole)[:, ::2].T}
-    load_exactly(target, tmp_path)
-    assert torch.equal(target["w"], whole)
-    assert torch.equal(target["odd"], whole[:, ::2].T)
-    checkpoint = remesh.Checkpoint(tmp_path)
-    for offset, shape in [((0, 700_000), (5, 3)), ((1, 1_048_570), (2, 20)), ((4, 0), (1, 1))]:
-        box = Box(offset, shape)
-        assert torch.equal(checkpoint.read("w", box), whole[box.slices])
-    assert checkpoint.verify().num_bytes == sum(
-        path.stat().st_size for path in tmp_path.rglob("0*.safetensors")
-    )
-
-
 def _holds_itself() -> list[Any]:
     result: list[Any] = []
     result.append(result)

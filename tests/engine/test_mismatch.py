@@ -27,7 +27,6 @@ from tests.support import run_ranks
 
 
 def mismatch(state: Any, storage: MemoryStorage, **options: Any) -> remesh.MismatchError:
-    """The error of a load that does not fit."""
     with pytest.raises(remesh.MismatchError) as caught:
         remesh.load(state, storage, **options)
     return caught.value
@@ -309,7 +308,6 @@ def quarter(rank: int, fill: float) -> dict[str, Any]:
 
 
 def contents(state: dict[str, Any]) -> object:
-    """Everything in a state, to the bit."""
     return bits_of(state["rows"].obj), bits_of_all(state["m"].state_dict()), state["step"]
 
 
@@ -375,8 +373,6 @@ def test_a_state_that_cannot_be_a_target_stops_all() -> None:
 
 
 class Stubborn:
-    """Does not take the state it is given."""
-
     def state_dict(self) -> dict[str, Any]:
         return {"x": 1}
 
@@ -385,8 +381,6 @@ class Stubborn:
 
 
 class Willing(Stubborn):
-    """Takes any."""
-
     def load_state_dict(self, _state: dict[str, Any]) -> None:
         pass
 
@@ -463,7 +457,6 @@ def one_element_differs(where: int) -> StateOf:
 
 
 def one_of(*tensors: Any) -> StateOf:
-    """Each rank has another tensor of one name."""
     return lambda rank: {"v": torch.ones(1), "w": tensors[rank]}
 
 

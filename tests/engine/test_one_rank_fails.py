@@ -22,7 +22,6 @@ FAILURES = (ZeroDivisionError, RankFailedError)
 
 
 def rows(rank: int, value: float = 0.0, num_rows: int = 4) -> dict[str, Any]:
-    """The state of one of two ranks."""
     return {"w": share_of("w", np.full((num_rows, 3), value), rank, 2)}
 
 

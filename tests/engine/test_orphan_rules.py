@@ -63,7 +63,6 @@ def test_what_lacks_only_its_record_is_kept(index: str, tmp_path: Path) -> None:
 
 
 def age(path: Path, seconds: float) -> None:
-    """Make a file or folder, with all that is in it, look older."""
     for entry in (path, *path.rglob("*")):
         if not entry.is_symlink():
             os.utime(entry, (NOW - seconds, NOW - seconds))

@@ -21,8 +21,6 @@ REPLACED_AGE = 2 * DEFAULT_AGE
 
 
 def save(place: Storage | Path, number: int, overtaken_at: str = "") -> None:
-    """Save a number over what is there, while another job does, or undisturbed."""
-
     def on_event(event: Event) -> None:
         if event.point == overtaken_at:
             save(place, number + 1)
@@ -139,10 +137,3 @@ def test_what_was_said_of_the_replaced_one_is_not_said_of_the_new_one(
     [info] = catalog.list_checkpoints(root)
     assert (info.problem, info.num_failures, info.is_pinned) == ("", 0, False)
     assert sorted(path.name for path in place.glob("*.json")) == ["remesh.json"]
-
-
-def test_a_checkpoint_is_not_overwritten_by_accident(tmp_path: Path) -> None:
-    remesh.save({"a": 1}, tmp_path)
-    with pytest.raises(remesh.errors.CheckpointExistsError, match="overwrite=True"):
-        remesh.save({"a": 2}, tmp_path)
-    assert remesh.Checkpoint(LocalStorage(tmp_path)).values == {"a": 1}

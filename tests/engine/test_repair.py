@@ -74,7 +74,6 @@ both = pytest.mark.parametrize("original", ["plain", "compressed"], indirect=Tru
 
 @pytest.fixture
 def damaged(original: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
     return Path(shutil.copytree(original, tmp_path / "damaged"))
 
 
@@ -88,7 +87,6 @@ def the_file(path: Path, name: str) -> Path:
 
 
 def content_of(path: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file with its bytes and modification time."""
     files = [file for file in path.rglob("*") if file.is_file()]
     return {str(file): (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
 
@@ -108,7 +106,6 @@ def check_new(path: Path, names: set[str]) -> remesh.Checkpoint:
 
 
 def repaired(damaged: Path, *, keeps: set[str], keep_unchecked: bool = False) -> RepairReport:
-    """Repair, and check both sides."""
     before = content_of(damaged)
     target = damaged.with_name("repaired")
     report = repair(damaged, target, keep_unchecked=keep_unchecked)
@@ -239,7 +236,6 @@ def names_in(path: Path, number: int) -> set[str]:
 
 
 def position_of(path: Path, name: str, number: int) -> int:
-    """Where a piece begins."""
     return remesh.Checkpoint(path).index.pieces(name)[number].position
 
 

@@ -60,12 +60,10 @@ class OverwrittenStorage(FaultyStorage):
         self.save()
 
     def save(self) -> None:
-        """Overwrite the checkpoint."""
         remesh.save(state_of(self.num_saves), self._inner, overwrite=True)
         self.num_saves += 1
 
     def meet(self, operation: str, path: str = "") -> None:
-        """See `FaultyStorage.meet`."""
         super().meet(operation, path)
         with self._lock:
             if operation in {"size", "read", "read_into", "list"}:
@@ -168,17 +166,6 @@ def test_a_handle_reads_one_save_or_says_that_it_was_replaced(place: Storage) ->
             read()
     assert number_in(remesh.Checkpoint(storage).state()) == 1
     assert remesh.Checkpoint(storage).verify().ok
-
-
-def test_verifying_is_never_wrong_about_an_intact_checkpoint(place: Storage) -> None:
-    def verify(storage: Storage) -> bool:
-        try:
-            return remesh.Checkpoint(storage).verify().ok
-        except CheckpointReplacedError:
-            return True
-
-    for number in range(count_reads(place, verify)):
-        assert verify(OverwrittenStorage(place, lambda read, number=number: read == number))  # type: ignore[misc]
 
 
 COMMANDS: dict[str, Callable[[Path], bool]] = {

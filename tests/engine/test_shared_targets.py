@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 import remesh
 from remesh.exchange import Exchange
@@ -73,29 +72,6 @@ def test_views_that_share_memory_are_refused_whatever_is_stored(case: str) -> No
     with pytest.raises(remesh.MismatchError, match=r"\b[xy] and [xy]: different views"):
         remesh.load(views, storage)
     assert not target.any()
-
-
-class Tied(nn.Module):
-    """Weights that are one memory in two shapes."""
-
-    def __init__(self, *, tied: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(4, 3)
-        self.convolution = nn.Conv1d(3, 4, 1, bias=False)
-        if tied:
-            weight = self.embedding.weight.detach().unsqueeze(-1)
-            self.convolution.weight = nn.Parameter(weight)
-
-
-def test_weights_tied_through_a_view() -> None:
-    target = Tied(tied=True)
-    before = target.embedding.weight.clone()
-    names = r"model\.embedding\.weight and model\.convolution\.weight: different views"
-    with pytest.raises(remesh.MismatchError, match=names):
-        remesh.load({"model": target}, saved({"model": Tied(tied=False)}))
-    assert torch.equal(target.embedding.weight, before)
-    with pytest.raises(remesh.MismatchError, match=names):
-        remesh.load({"model": target}, saved({"model": Tied(tied=True)}))
 
 
 @pytest.mark.parametrize(

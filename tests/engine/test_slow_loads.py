@@ -206,23 +206,6 @@ def test_a_rank_that_is_busy_for_long_answers_those_that_wait(tmp_path: Path) ->
     run_processes(2, outlast_the_timeout, tmp_path)
 
 
-def test_an_error_in_the_thread_is_raised_where_it_happened() -> None:
-    error = remesh.StorageError("the disk is gone")
-
-    def watch(exchange: Exchange) -> BaseException | None:
-        def read() -> int:
-            if exchange.rank == 1:
-                raise error
-            return 1
-
-        pool = pool_of(exchange, read)
-        pool.start(nowhere)
-        pool.wait_for_all()
-        return pool.error
-
-    assert run_ranks(2, watch) == [None, error]
-
-
 def test_a_storage_that_cancels_a_read_has_failed() -> None:
     """Only what was given up here ends without an error."""
 

@@ -36,7 +36,6 @@ def model(*, shape: tuple[int, int] = (128, 64), seed: int = 0) -> nn.Module:
 
 
 def placed(mesh: DeviceMesh, placement: Placement, **options: Any) -> nn.Module:
-    """A model whose weight is a DTensor."""
     made = model(**options)
     weight = distribute_tensor(made[0].weight.detach(), mesh, [placement])  # type: ignore[index]
     made[0].weight = nn.Parameter(weight)  # type: ignore[index]
@@ -44,7 +43,6 @@ def placed(mesh: DeviceMesh, placement: Placement, **options: Any) -> nn.Module:
 
 
 def step(module: nn.Module, optimizer: Any) -> None:
-    """A step with gradients that are the weights."""
     for parameter in module.parameters():
         parameter.grad = parameter.detach().clone()
     with torch.compiler.set_stance("force_eager"):

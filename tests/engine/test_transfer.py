@@ -123,8 +123,6 @@ def test_between_memories_each_rank_sends_and_gets_one_message_a_turn(counts: li
 
 
 class Broken(HostMemory):
-    """Memory that cannot be read."""
-
     def copy_out(self, box: Box, into: CarrierArray) -> None:
         raise OSError("the device is gone")
 

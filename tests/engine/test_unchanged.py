@@ -30,7 +30,6 @@ WIDTH = 1088
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups and files of small states."""
     monkeypatch.setattr(unchanged, "MIN_BYTES", 1 << 10)
 
 
@@ -201,8 +200,6 @@ def test_a_place_is_overwritten_with_files_of_its_own(tmp_path: Path) -> None:
 
 
 class NoLinks(LocalStorage):
-    """A file system without hard links."""
-
     def link_from(self, source: Storage, path: str, new: str, num_bytes: int) -> bool:
         return False
 

@@ -275,7 +275,6 @@ def _fail_then_talk(exchange: Exchange) -> list[bytes]:
 
 
 def _errors(outcomes: list[Outcome[T]]) -> list[BaseException]:
-    """The exceptions of ranks that all raised."""
     for outcome in outcomes:
         assert isinstance(outcome, Raised), outcome
     return [outcome.error for outcome in outcomes if isinstance(outcome, Raised)]

@@ -19,7 +19,7 @@ from remesh.formats import pickle_writer, table
 from remesh.formats.pickle_records import Record
 from remesh.formats.place import Place
 from remesh.formats.restricted_pickle import KNOWN
-from remesh.storage import MemoryStorage
+from tests.fuzz.files import in_memory
 from tests.fuzz.trees import EXTREME_INTS, ODD_TEXTS
 
 # -- opcodes --------------------------------------------------------------------------------------
@@ -272,16 +272,9 @@ CHECKPOINTS: dict[str, Callable[[bytes], dict[str, bytes]]] = {
 }
 
 
-def stored(files: dict[str, bytes]) -> MemoryStorage:
-    storage = MemoryStorage()
-    for path, data in files.items():
-        storage.put(path, data, overwrite=False)
-    return storage
-
-
 def open_all(files: dict[str, bytes]) -> None:
     """Read a checkpoint as the format that it seems to be, and each archive in it alone."""
-    storage = stored(files)
+    storage = in_memory(files)
     places = [Place(storage, file=path) for path in files if path.endswith(".pt")]
     for place in (Place(storage), *places):
         try:
@@ -309,16 +302,6 @@ def warm_up() -> None:
 OPCODES = sorted(op.code.encode("latin1") for op in pickletools.opcodes if op.name != "STOP")
 _NAMES = sorted(KNOWN)
 _BAD_NAMES = ["os.system", "builtins.eval", "builtins.getattr", "torch.load", "sys.modules"]
-
-
-def random_pickle(dice: random.Random) -> bytes:
-    """A pickle from a grammar of opcodes, sometimes damaged."""
-    made = b"\x80\x04" + b"".join(piece(dice, 3) for _ in range(dice.randint(1, 6)))
-    made += piece(dice, 4) + b"."
-    for _ in range(dice.choice([0, 0, 0, 1, 3])):
-        at = dice.randrange(len(made))
-        made = made[:at] + bytes([dice.randrange(256)]) * dice.randint(0, 2) + made[at + 1 :]
-    return made
 
 
 def any_name(dice: random.Random) -> bytes:
@@ -359,15 +342,3 @@ def piece(dice: random.Random, depth: int) -> bytes:
         lambda: doubled(dice.randint(1, 70), b"".join(inner[:1])),
     ]
     return dice.choice(options if depth <= 0 or dice.random() < 0.3 else nested)()
-
-
-def random_checkpoint(dice: random.Random) -> dict[str, bytes]:
-    """The files of a checkpoint with a random pickle in one, sometimes damaged."""
-    files = dice.choice([*CHECKPOINTS.values()])(random_pickle(dice))
-    if dice.random() < 0.3:
-        path = dice.choice(sorted(files))
-        data = files[path]
-        at = dice.randrange(len(data) + 1)
-        cut = data[:at] if dice.random() < 0.3 else data[:at] + dice.randbytes(2) + data[at + 2 :]
-        files[path] = cut
-    return files

@@ -84,14 +84,6 @@ def test_a_training_state_goes_there_and_back(name: str, native: Path, tmp_path:
     assert dict(back.metadata) == ({"git": "abc"} if name == "remesh" else {})
 
 
-def test_an_ordinary_torch_file_becomes_native_with_its_optimizer(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}
-    torch.save({**state, "seen": {"a": [1, (2, 3)]}}, tmp_path / "state.pt")
-    convert(tmp_path / "state.pt", tmp_path / "native", format="remesh")
-    assert_loads(tmp_path / "native")
-
-
 def test_values_of_other_systems_may_hold_arrays_and_types(tmp_path: Path) -> None:
     rng = ("MT19937", np.arange(3, dtype=np.uint32), 7)
     state = {"w": torch.ones(2), "numpy": rng, "device": torch.device("cpu")}

@@ -181,24 +181,6 @@ def test_a_missing_file_is_named(opened: Opened, tmp_path: Path) -> None:
         TensorSource(storage, index).read([(name, Box.whole(index[name].shape))])[0]
 
 
-def test_a_file_that_is_cut_short_is_refused(writer: Write, opened: Opened, tmp_path: Path) -> None:
-    _, index = opened
-    for file in index.files:
-        path = tmp_path / file.path
-        whole = path.read_bytes()
-        path.write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(CorruptCheckpointError):
-            read_all(writer, tmp_path)
-        path.write_bytes(whole)
-    read_all(writer, tmp_path)
-
-
-def read_all(writer: Write, folder: Path) -> None:
-    storage, index = open_in(folder, writer)
-    for name, array in ARRAYS.items():
-        TensorSource(storage, index).read([(name, Box.whole(array.shape))])[0]
-
-
 @pytest.mark.parametrize("fault", ["hole", "overlap"])
 def test_parts_in_several_files_must_cover_a_tensor_once(fault: str, tmp_path: Path) -> None:
     """As after a save by fewer ranks into a folder where files of more ranks lie."""

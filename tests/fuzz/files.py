@@ -11,7 +11,6 @@ Files = dict[str, bytes]
 
 
 def files_in(folder: Path) -> Files:
-    """The files below a directory."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -20,7 +19,6 @@ def files_in(folder: Path) -> Files:
 
 
 def write_files(files: Files, folder: Path) -> None:
-    """Write files below a directory."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -28,7 +26,6 @@ def write_files(files: Files, folder: Path) -> None:
 
 
 def in_memory(files: Files) -> MemoryStorage:
-    """A storage that holds the files."""
     storage = MemoryStorage()
     for path, content in files.items():
         storage.put(path, content, overwrite=False)

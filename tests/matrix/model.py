@@ -43,7 +43,6 @@ def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Any) -> list[float]:
-    """Train; returns the losses."""
     losses = []
     for number in numbers:
         optimizer.zero_grad()

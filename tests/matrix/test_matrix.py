@@ -71,7 +71,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def target_of(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """The state that a user would pass."""
     if name == "DCP Stateful":
         return {"app": {"model": model, "optimizer": optimizer}}
     if name == "Lightning":

@@ -178,7 +178,6 @@ class FaultyProxy(ThreadingHTTPServer):
 
     @property
     def endpoint(self) -> str:
-        """URL of the proxy."""
         return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -187,7 +186,6 @@ class FaultyProxy(ThreadingHTTPServer):
 
 @contextmanager
 def faulty_proxy(endpoint: str, plan: Plan) -> Iterator[FaultyProxy]:
-    """A proxy that runs in a thread."""
     with FaultyProxy(endpoint, plan) as proxy:
         thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()

@@ -45,7 +45,6 @@ class S3Server(ThreadedMotoServer):
 
     @property
     def endpoint(self) -> str:
-        """Where it listens."""
         host, port = self.get_host_and_port()
         return f"http://{host}:{port}"
 

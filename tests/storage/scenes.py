@@ -25,7 +25,6 @@ def aligned(data: Buffer) -> Buffer:
 
 
 def write(storage: Storage, path: str, content: Buffer, chunk: int = 4 * ALIGNMENT) -> None:
-    """Make a file by ranges."""
     writer = storage.create(path, content.size)
     for start in range(0, content.size, chunk):
         writer.write(start, aligned(content[start : start + chunk]))

@@ -96,7 +96,6 @@ STORAGES: dict[str, Callable[[Path], Storage]] = {
 def storage(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Storage:
-    """An empty storage."""
     match request.param:
         case "tmpfs":
             tmp_path = request.getfixturevalue("tmpfs")

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from obstore.store import MemoryStore
 
 import remesh
 from remesh import catalog
-from remesh.cli import cli
 from remesh.maintenance import orphans
 from remesh.storage import Storage, open_storage
 from remesh.storage.object_store import ObjectStorage
@@ -26,13 +24,6 @@ DEAD = "data-0123456789ab"
 def place(request: pytest.FixtureRequest, server: S3Server) -> Storage:
     """An empty place in a bucket."""
     return open_storage(f"s3://{BUCKET}/{request.function.__name__}")
-
-
-def invoke(*args: object) -> Any:
-    result = CliRunner().invoke(cli, [str(arg) for arg in args], terminal_width=80)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def fill(place: Storage) -> None:
@@ -58,23 +49,6 @@ def test_leftovers_are_found_and_removed_by_age(place: Storage) -> None:
     assert remesh.Checkpoint(f"{place.url}/step_1").verify().ok
     assert not orphans.remove_orphan(dead, place, now=later, older_than=HOUR)
     assert len(place.list("images/")) == 3
-
-
-def test_the_commands(place: Storage) -> None:
-    fill(place)
-    remesh.save({"a": np.arange(10.0)}, f"{place.url}/step_3")
-    place.delete(next(path for path in place.list("step_3/data-") if "/0" in path))
-    listed = invoke("ls", place.url).stdout
-    statuses = [line.split()[0] for line in listed.splitlines()[1:4]]
-    assert statuses == ["committed", "unfinished", "damaged"]
-    assert "images" not in listed
-    kept = invoke("prune", place.url, "--incomplete", "--yes").stdout
-    assert "changed not long ago" in kept
-    result = invoke("verify", f"{place.url}/step_1")
-    assert result.exit_code == 0
-    assert ": sound, 1 file with tensors" in result.stdout
-    assert invoke("verify", f"{place.url}/step_3").exit_code != 0
-    assert "1000" in invoke("show", f"{place.url}/step_1", "a").stdout
 
 
 def test_ls_does_not_list_what_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:

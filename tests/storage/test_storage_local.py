@@ -5,9 +5,8 @@ import errno
 import fcntl
 import os
 import socket
-import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -226,48 +225,6 @@ def test_a_full_disk_is_found_before_writing(
     with pytest.raises(NoSpaceError, match="a/file"):
         storage.create("a/file", 10)
     assert storage.list() == []
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    place = tmp_path / "tiny"
-    place.mkdir()
-    mounting = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if mounting.returncode != 0:
-        pytest.skip(f"mounting is not permitted: {mounting.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_full_file_system(tiny: Path) -> None:
-    storage = LocalStorage(tiny)
-    space = storage.space()
-    assert space is not None
-    assert space.free_bytes == MIB
-    with pytest.raises(NoSpaceError, match=f"{tiny}/file"):
-        storage.create("file", 2 * MIB)
-    assert storage.list() == []
-    with pytest.raises(NoSpaceError, match=f"{tiny}/small"):
-        storage.put("small", bytes(2 * MIB), overwrite=False)
-    assert list(tiny.iterdir()) == []
-    # The room that a failure took is there again.
-    write(storage, "file", pattern(MIB // 2))
-    assert storage.size("file") == MIB // 2
-
-
-def test_full_file_system_while_writing(tiny: Path, refuse_room: Callable[..., None]) -> None:
-    refuse_room(errno.EOPNOTSUPP)
-    writer = LocalStorage(tiny).create("file", 2 * MIB)
-    with pytest.raises(NoSpaceError, match=f"{tiny}/file"):
-        writer.write(0, aligned(pattern(2 * MIB)))
-    writer.abort()
-    assert list(tiny.iterdir()) == []
 
 
 # ----- directories that others remove -----
@@ -612,13 +569,6 @@ def test_many_threads_make_files_side_by_side(storage: LocalStorage) -> None:
 
 
 # ----- room -----
-
-
-def test_space_differs_between_file_systems(tmp_path: Path, tiny: Path) -> None:
-    one, other = LocalStorage(tmp_path).space(), LocalStorage(tiny).space()
-    assert one is not None
-    assert other is not None
-    assert one.identity != other.identity
 
 
 MOUNTS = """\

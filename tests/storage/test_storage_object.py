@@ -213,34 +213,6 @@ def save_three_ranks(place: str) -> None:
     run_ranks(3, job)
 
 
-@pytest.mark.parametrize("store", ["S3", "ignoring"])
-def test_saved_by_three_ranks_and_loaded_by_two(store: str, request: pytest.FixtureRequest) -> None:
-    if store == "ignoring":
-        request.getfixturevalue("ignoring")
-    place = f"{request.getfixturevalue('root')}/step_1"
-    save_three_ranks(place)
-    with pytest.raises(CheckpointExistsError):
-        save_three_ranks(place)
-
-    def load(exchange: Exchange) -> list[float]:
-        rows = np.zeros((6, 10), np.float32)
-        table = remesh.ShardedTensor.from_rank_offsets("table", rows, (0, exchange.rank, 2))
-        state = {"table": table, "step": 0}
-        remesh.load(state, place, group=exchange)
-        assert state["step"] == 1
-        return rows.reshape(-1).tolist()
-
-    first, second = run_ranks(2, load)
-    assert first + second == np.arange(120.0).tolist()
-    checkpoint = remesh.Checkpoint(place)
-    assert checkpoint.verify().ok
-    box = remesh.sharding.Box((3, 2), (2, 3))
-    assert checkpoint.read_array("table", box).tolist() == [[32, 33, 34], [42, 43, 44]]
-    names = open_storage(place).list()
-    assert len(names) == 6
-    assert not [name for name in names if ".remesh-put-" in name]
-
-
 class TestCheckpoints:
     def test_a_save_that_is_refused_leaves_no_upload(self, root: str, server: S3Server) -> None:
         whole = np.zeros((2, 2 * PART), np.uint8)

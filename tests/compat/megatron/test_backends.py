@@ -222,15 +222,6 @@ def test_irregular_shards_with_a_hole_are_refused(tmp_path: Path, backend: str) 
     assert part["a"].tolist() == [0]
 
 
-@backends
-def test_only_main_replicas_are_written_and_all_are_loaded(tmp_path: Path, backend: str) -> None:
-    copy = shard("w", torch.zeros(2), replica_id=(0, 1))
-    state = {"main": shard("w", torch.ones(2)), "copy": copy}
-    save(state, tmp_path, (backend, 1))
-    loaded = load(state, tmp_path)
-    assert loaded["main"].tolist() == loaded["copy"].tolist() == [1, 1]
-
-
 BFLOAT16 = torch.zeros(2).bfloat16()
 
 

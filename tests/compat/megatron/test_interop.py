@@ -10,10 +10,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_torch
 
-from remesh.compat.megatron import CheckpointingConfig, load, remove_sharded_tensors, save
+from remesh.compat.megatron import CheckpointingConfig, remove_sharded_tensors, save
 from remesh.compat.megatron.core import save_config
-from tests.compat.megatron.layouts import flat_shards, row_shards, shard
-from tests.formats.test_torch_dcp import write_flattened
+from tests.compat.megatron.layouts import flat_shards, row_shards
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -45,15 +44,3 @@ def test_tensors_are_removed_from_what_torch_has_saved(tmp_path: Path) -> None:
     kept = {"model": {"a": torch.zeros(3, dtype=torch.int64)}, "step": 0}
     load_with_torch(kept, checkpoint_id=tmp_path)
     assert (kept["model"]["a"].tolist(), kept["step"]) == ([0, 1, 2], 3)  # type: ignore[index]
-
-
-def test_flattened_ranges_of_older_megatron_load_in_any_cut(tmp_path: Path) -> None:
-    whole = torch.from_numpy(write_flattened(tmp_path))
-    torch.save({"step": 1}, tmp_path / "common.pt")
-    save_config(CheckpointingConfig("torch_dist"), tmp_path)
-    loaded = load(flat_shards(whole, 3, 2, values=False), tmp_path)
-    for rank, item in flat_shards(whole, 3, 2, values=True).items():
-        assert torch.equal(loaded[rank], item.data)
-    found = load({"moment": shard("moment", torch.zeros(4, 6))}, tmp_path)
-    assert torch.equal(found["moment"], whole)
-    assert found["step"] == 1

@@ -18,7 +18,6 @@ from remesh.compat.megatron.mapping import (
     ShardedTensorFactory,
     apply_factories,
     apply_factory_merges,
-    is_main_replica,
 )
 from remesh.compat.megatron.serialization import load, save
 from tests.compat.megatron.layouts import flat_shard, shard
@@ -167,14 +166,6 @@ def test_data_is_made_where_there_is_none() -> None:
     flat.init_data("cpu", torch.ones)
     assert flat.data is not None
     assert flat.data.tolist() == [1.0] * 4
-
-
-@pytest.mark.parametrize(
-    ("replica_id", "is_main"),
-    [(0, True), (1, False), ((0, 0), True), ((0, 2), False), ((), True)],
-)
-def test_the_main_replica(replica_id: int | tuple[int, ...], is_main: bool) -> None:
-    assert is_main_replica(replica_id) is is_main
 
 
 def test_the_unique_key_of_an_object_and_back() -> None:

@@ -168,7 +168,6 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """A step of AdamW."""
         assert closure is None
         for group in self.param_groups:
             group["step"] = step = group.get("step", 0) + 1

@@ -139,7 +139,6 @@ def prepare(package: str) -> None:
 
 
 def run(rank: int, file: str, results: Path, only: str) -> int:
-    """Run a file of tests as one of the ranks."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE))
     with (results / f"{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
