@@ -96,26 +96,6 @@ def test_empty_tensors_and_scalars() -> None:
         check([((0, 3), []), ((), [])])
 
 
-def test_the_message_names_holes_overlaps_and_ranks() -> None:
-    tensors: list[Drawn] = [
-        ((4, 4), [Box((0, 0), (4, 2))]),
-        ((8,), [Box((0,), (5,)), Box((4,), (4,))]),
-        ((2, 2), [Box((0, 0), (2, 2))]),
-        ((6,), [Box((0,), (4,)), Box((1,), (1,)), Box((2,), (1,))]),
-    ]
-    with pytest.raises(CoverageError) as caught:
-        check(tensors)
-    assert str(caught.value).splitlines() == [
-        "3 of 4 tensors are not covered exactly once by main replicas:",
-        "  t0 (4, 4): no rank holds [0:4, 2:4]",
-        "  t1 (8,): these overlap: [0:5] (rank 1) and [4:8] (rank 2)",
-        (
-            "  t3 (6,): no rank holds [4:6]; "
-            "these overlap: [0:4] (rank 4) and [1:2] (rank 5), [0:4] (rank 4) and [2:3] (rank 6)"
-        ),
-    ]
-
-
 def test_a_large_grid_is_decided_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "_overlaps", lambda *_: pytest.fail("searched"))
     side = 40

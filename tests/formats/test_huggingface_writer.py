@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,10 @@ from remesh.errors import CheckpointExistsError, StorageError
 from remesh.exchange import Exchange
 from remesh.pipeline import collect
 from remesh.pipeline.write import CHUNK_SIZE
-from remesh.storage import MemoryStorage, Storage, open_storage
+from remesh.storage import MemoryStorage, Storage
 from remesh.training import export_weights
 from tests.engine.test_shared_place import OwnDisk
-from tests.fuzz.files import write_files
 from tests.recipes.models import logits_of, make, read_by_transformers, shard, tensors_in
-from tests.storage.object_servers import BUCKET, ENVIRONMENT, s3_server
 from tests.support import run_processes, run_ranks
 
 pytest.importorskip("transformers")
@@ -37,12 +34,11 @@ LIMIT = 4096
 KINDS = ("Llama", "tied Llama")
 
 
-def write_in_ranks(exchange: Exchange, root: str, environment: dict[str, str]) -> None:
+def write_in_ranks(exchange: Exchange, root: Path) -> None:
     """Live FSDP2 modules: in one file and several, now, in the background, and exported."""
-    os.environ.update(environment)
     mesh = init_device_mesh("cpu", (2,))
     for kind in KINDS:
-        model, place = make(kind, 0), f"{root}/{kind}"
+        model, place = make(kind, 0), str(root / kind)
         config = json.loads(model.config.to_json_string())
         shard(model, "fsdp", mesh)
         remesh.save(model, place, format="huggingface", metadata=config)
@@ -60,7 +56,7 @@ def write_in_ranks(exchange: Exchange, root: str, environment: dict[str, str]) -
             handle.result()
 
 
-def check_written(root: Path, *, by_bucket: bool = False) -> None:
+def check_written(root: Path) -> None:
     """`from_pretrained` reads what ranks have written, and it is what `save_pretrained` writes."""
     for kind in KINDS:
         expected = make(kind, 0)
@@ -73,8 +69,7 @@ def check_written(root: Path, *, by_bucket: bool = False) -> None:
             assert all(torch.equal(ours[key], theirs[key]) for key in ours)
             assert remesh.Checkpoint(folder).format == "huggingface"
             left = {path.name for path in folder.iterdir()} - {file.name for file in files}
-            has_index = len(files) > 1 or by_bucket
-            index = {"model.safetensors.index.json"} if has_index else set()
+            index = {"model.safetensors.index.json"} if len(files) > 1 else set()
             assert left == {"config.json", *index}
         sizes = [sum(t.nbytes for t in load_file(file).values()) for file in files]
         assert len(files) > 2
@@ -86,19 +81,8 @@ def check_written(root: Path, *, by_bucket: bool = False) -> None:
 
 
 def test_from_pretrained_reads_what_ranks_have_written(tmp_path: Path) -> None:
-    run_processes(2, write_in_ranks, str(tmp_path), {})
+    run_processes(2, write_in_ranks, tmp_path)
     check_written(tmp_path)
-
-
-@pytest.mark.slow
-def test_what_ranks_have_written_to_a_bucket(tmp_path: Path) -> None:
-    with s3_server() as server:
-        environment = {**ENVIRONMENT, "AWS_ENDPOINT_URL": server.endpoint}
-        run_processes(2, write_in_ranks, f"s3://{BUCKET}", environment)
-        storage = open_storage(f"s3://{BUCKET}")
-        write_files({path: storage.read(path) for path in storage.list()}, tmp_path)
-        assert server.uploads() == []
-    check_written(tmp_path, by_bucket=True)
 
 
 def whole(fill: int) -> dict[str, Any]:

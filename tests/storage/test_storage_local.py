@@ -18,7 +18,7 @@ from remesh.errors import CheckpointExistsError, NoSpaceError, StorageError
 from remesh.storage import ALIGNMENT, Buffer, LocalStorage, aligned_buffer, local
 from remesh.storage.local import open_direct
 from tests.descriptors import open_below
-from tests.storage.scenes import aligned, pattern, write
+from tests.storage.scenes import aligned, pattern
 
 MIB = 1 << 20
 
@@ -552,20 +552,6 @@ def test_hidden_files_of_others_are_listed(storage: LocalStorage) -> None:
     storage.put(".gitattributes", b"", overwrite=False)
     Path(storage.url, ".remesh-put-0123456789abcdef").touch()
     assert storage.list() == [".gitattributes"]
-
-
-def test_many_threads_make_files_side_by_side(storage: LocalStorage) -> None:
-    barrier = threading.Barrier(8)
-
-    def work(number: int) -> None:
-        barrier.wait()
-        write(storage, f"new/{number % 2}/{number}", pattern(ALIGNMENT + number))
-        storage.sync()
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-    for number in range(8):
-        assert storage.read(f"new/{number % 2}/{number}") == pattern(ALIGNMENT + number).tobytes()
 
 
 # ----- room -----

@@ -20,7 +20,6 @@ import remesh
 from remesh.cli import cli
 from remesh.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from remesh.exchange import Exchange
-from remesh.sharding import Box
 from remesh.storage import MemoryStorage, Storage, StorageView, open_storage
 from remesh.storage.messages import explain
 from remesh.storage.object_store import CLIENT, RETRIES, ObjectStorage
@@ -234,38 +233,6 @@ class TestCheckpoints:
         view = StorageView(StorageView(storage))
         assert view.latency == storage.latency != 0
 
-    def test_compressed_files_end_before_they_were_said_to(
-        self, root: str, server: S3Server
-    ) -> None:
-        """Of four parts, one rank fills two, the other less than one."""
-        noise = np.random.default_rng(0).integers(0, 1 << 32, (2, 1 << 20), np.uint32)
-        whole = np.zeros((8, 1 << 20), np.uint32)
-        whole[1:3] = noise
-
-        def save(exchange: Exchange) -> None:
-            offset = (4 * exchange.rank, 0)
-            rows = whole[offset[0] :][:4]
-            table = remesh.ShardedTensor.at_offset("table", rows, whole.shape, offset)
-            remesh.save({"table": table}, in_parts(root), compress="zstd", group=exchange)
-
-        run_ranks(2, save)
-        assert server.uploads() == []
-        first, second = remesh.Checkpoint(root).index.stored_sizes
-        assert noise.nbytes < first < noise.nbytes + PART
-        assert second < 10_000
-        assert {first, second} <= set(in_parts(root).list_sizes().values())
-
-        def load(exchange: Exchange) -> None:
-            columns = np.ones((8, 1 << 19), np.uint32)
-            offset = (0, exchange.rank << 19)
-            table = remesh.ShardedTensor.at_offset("table", columns, whole.shape, offset)
-            remesh.load({"table": table}, root, group=exchange)
-            assert (columns == whole[:, offset[1] :][:, : 1 << 19]).all()
-
-        run_ranks(2, load)
-        part = remesh.Checkpoint(root).read_array("table", Box((2, 5), (1, 4)))
-        assert part[0].tolist() == noise[1, 5:9].tolist()
-
     @pytest.mark.parametrize(
         ("below", "message"),
         [
@@ -296,13 +263,6 @@ class TestOpenBuckets:
         remesh.save({"step": 2}, f"{root}/2")
         assert server.methods.count("PUT") == 3  # values, index and record; no probe
         assert open_storage(f"{root}/3").latency != 0
-
-    def test_another_server_has_its_own_connections(self, root: str) -> None:
-        open_storage(root).put("file", b"1", overwrite=False)
-        with s3_server() as other:
-            assert open_storage(root).read("file") == b"1"
-            assert "GET" in other.methods
-        assert open_storage(root).read("file") == b"1"
 
 
 class TestFailures:
