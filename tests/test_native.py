@@ -101,3 +101,10 @@ def test_what_is_no_document_is_corruption(data: bytes) -> None:
 def test_values_of_other_types_differ(one: object, other: object) -> None:
     with pytest.raises(DivergedReplicaError):
         native.merge_documents([ValuesDocument(values={"v": raw(v)}) for v in (one, other)])
+
+
+def test_keys_of_dicts_may_be_in_any_order() -> None:
+    one = [{"a": 1, "b": {2: [], (3, 4): {"$": 5}}}]
+    other = [{"b": {(3, 4): {"$": 5}, 2: []}, "a": 1}]
+    merged = native.merge_documents([ValuesDocument(values={"v": raw(v)}) for v in (one, other)])
+    assert merged.values["v"] == raw(one)
