@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from lightkube import ApiError, Client
@@ -26,7 +26,6 @@ from lightkube.types import PatchType
 
 from remesh.kubernetes.manifests import manifests
 from remesh.kubernetes.operator import EVENTS, JOBS, PODS, SECRETS, SERVICES
-from remesh.kubernetes.reconcile import Action
 from remesh.kubernetes.resource import LABEL_JOB, ElasticJob, Pod, Role, parse_job, parse_pod
 from tests.elastic.cluster import REMESH, TRAIN, reserve_port
 from tests.elastic.training_log import TrainingLog
@@ -80,17 +79,17 @@ class Bed(TrainingLog):
 
     # The cluster ---------------------------------------------------------------------------
 
-    def start_node(self, name: str, gpus: int = GPUS, *, path: str = "") -> None:
-        """Start a node, whose pods look for modules at a path first.
+    def start_node(self, name: str, gpus: int = GPUS) -> None:
+        """Start a node.
 
         The command looks for the new process by its command line, which is empty for a moment while
         the process replaces itself by `exec`. If it looks just then, it kills the node and fails.
         """
         self._created.add(f"api/v1/nodes/{name}")
         words = (name, "--gpus", str(gpus))
-        started = self._command("REMESH_TEST_START_KUBE_NODE", *words, path=path)
+        started = self._command("REMESH_TEST_START_KUBE_NODE", *words)
         if "did not become ready" in started.stderr:
-            started = self._command("REMESH_TEST_START_KUBE_NODE", *words, path=path)
+            started = self._command("REMESH_TEST_START_KUBE_NODE", *words)
         assert started.returncode == 0, started.stderr
         self.nodes.add(name)
 
@@ -99,12 +98,10 @@ class Bed(TrainingLog):
         killed = self._command("REMESH_TEST_KILL_KUBE_NODE", name)
         assert killed.returncode == 0, killed.stderr
 
-    def _command(
-        self, variable: str, *words: str, path: str = ""
-    ) -> subprocess.CompletedProcess[str]:
+    def _command(self, variable: str, *words: str) -> subprocess.CompletedProcess[str]:
         root = str(Path(__file__).parents[2])
         tools = {
-            "PYTHONPATH": os.pathsep.join([*filter(None, [path]), str(Path(root, "src")), root]),
+            "PYTHONPATH": os.pathsep.join([str(Path(root, "src")), root]),
             "REMESH_TESTBED_PYTHON": sys.executable,
             "OMP_NUM_THREADS": "1",
         }
@@ -177,9 +174,7 @@ class Bed(TrainingLog):
 
     # Jobs ----------------------------------------------------------------------------------
 
-    def submit(
-        self, name: str, *, mount: bool = True, failure_patterns: Path | None = None, **spec: Any
-    ) -> None:
+    def submit(self, name: str, *, failure_patterns: Path | None = None, **spec: Any) -> None:
         """Submit a job, and mount its token as its kubelets would."""
         manifest = yaml.safe_load(JOB)
         manifest["metadata"] = {"name": name}
@@ -192,13 +187,8 @@ class Bed(TrainingLog):
         if failure_patterns is not None:
             manifest["spec"]["master"]["args"] += ["--failure-patterns", str(failure_patterns)]
         self.client.create(JOBS.from_dict(manifest))
-        if mount:
-            self.mount_token(name)
-
-    def mount_token(self, job: str) -> None:
-        (self.directory / "token").unlink(missing_ok=True)
-        wait_until(lambda: self._secret(f"{job}-token") is not None, "the token's secret")
-        secret = self._secret(f"{job}-token")
+        wait_until(lambda: self._secret(f"{name}-token") is not None, "the token's secret")
+        secret = self._secret(f"{name}-token")
         assert secret is not None
         new = self.directory / "token.new"
         new.write_bytes(base64.b64decode(secret["data"]["token"]))
@@ -262,9 +252,6 @@ class Bed(TrainingLog):
             if pod.role is Role.WORKER and pod.is_running
         }
 
-    def patch(self, name: str, spec: dict[str, Any]) -> None:
-        self.client.patch(JOBS, name, {"spec": spec}, patch_type=PatchType.MERGE)
-
     def num_ended(self, how: str) -> int:
         """Pods of Jobs of Kubernetes that have `succeeded` or `failed`."""
         reply = self._http("GET", f"apis/batch/v1/namespaces/{self.namespace}/jobs")
@@ -292,13 +279,6 @@ class Bed(TrainingLog):
 
     def events(self) -> list[str]:
         return [each["message"] for each in self.client.list(EVENTS) if "message" in each]
-
-    def actions(self) -> list[str]:
-        """What operators have begun to do."""
-        log = self.directory / "operator.log"
-        text = log.read_text(errors="replace") if log.exists() else ""
-        kinds = "|".join(kind.__name__ for kind in get_args(Action))
-        return re.findall(rf" remesh\.kubernetes\.operator: \S+: (?:{kinds})\(.*", text)
 
     def until(self, name: str, what: str, holds: Callable[[], bool], seconds: float = 240) -> None:
         """Wait for a condition; fail with what is known of the job."""

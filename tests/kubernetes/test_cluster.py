@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from remesh.kubernetes.operator import JOBS
 from remesh.kubernetes.resource import Phase
-from tests.elastic.cluster import broken_check
 from tests.elastic.numpy_job import uninterrupted
 from tests.kubernetes.bed import HEAD, MISSING, Bed, bed_in
 from tests.waiting import wait_until
@@ -96,78 +94,6 @@ def test_masters_operators_workers_and_hosts_fail(bed: Bed) -> None:
     assert host not in bed.workers("train").values()
     assert "an error of the user's" in str(bed.job("train").status.failures)
     finish(bed, "train")
-
-
-@pytest.mark.nightly
-def test_a_host_that_fails_the_check_is_excluded(bed: Bed) -> None:
-    start(bed, "gpu1", "gpu3")
-    bed.start_node("gpu2", path=broken_check(bed.directory / "inject"))
-    bed.start_operator()
-    bed.submit("train", check=True)
-
-    def excluded() -> list[str]:
-        return [each.host for each in bed.job("train").status.excluded_hosts]
-
-    bed.until("train", "the host is excluded", lambda: excluded() == ["gpu2"])
-    (entry,) = bed.job("train").status.failures
-    assert entry.where.endswith("on gpu2")
-    bed.until("train", "two workers go on", lambda: len(bed.workers("train")) == 2)
-    bed.start_node("gpu4")  # the spare
-    bed.until_trained("train", *bed.workers("train"), 3)
-    assert sorted(bed.workers("train").values()) == ["gpu1", "gpu3", "gpu4"]
-    assert bed.job("train").status.replacements == 0, "that is not charged"
-    assert "no pod of this job will use gpu2" in str(bed.events())
-    finish(bed, "train")
-
-
-@pytest.mark.nightly
-def test_an_operator_is_killed_after_every_action(bed: Bed) -> None:
-    start(bed, "gpu1", "gpu2", "gpu3")
-
-    def acted_since(before: int, holds: Callable[[], bool]) -> bool:
-        return len(bed.actions()) > before or holds()
-
-    def until_killed(what: str, holds: Callable[[], bool]) -> None:
-        """Kill each operator as soon as it has done something, until a condition holds."""
-        for _ in range(40):
-            before = len(bed.actions())
-            operator = bed.start_operator()
-            bed.until("train", what, functools.partial(acted_since, before, holds))
-            bed.kill_operator(operator)
-            if holds():
-                return
-        raise AssertionError(f"{what}: {bed.log()}")
-
-    bed.submit("train", mount=False)
-    until_killed("a token", lambda: "train-token" in bed.shared("train"))
-    bed.mount_token("train")
-    until_killed("workers run", lambda: sorted(bed.workers("train")) == [0, 1, 2])
-    bed.until("train", "three ranks train", lambda: bed.size() == 3)
-    bed.patch("train", {"suspend": True})
-    until_killed("suspended", lambda: bed.pods("train") == [])
-    assert bed.job("train").status.phase is Phase.SUSPENDED
-    bed.patch("train", {"suspend": False})
-    until_killed("resumed", lambda: sorted(bed.workers("train")) == [3, 4, 5])
-    bed.start_operator()
-    bed.until_trained("train", 3, 4, 5)
-    finish(bed, "train")
-
-
-@pytest.mark.nightly
-def test_a_job_trains_on_the_nodes_there_are_and_ends_with_an_error(bed: Bed) -> None:
-    start(bed, "gpu1", "gpu2")
-    bed.start_operator()
-    bed.submit("train", maxRestarts=0)
-    bed.until("train", "two ranks train", lambda: bed.size() == 2)
-    assert len(bed.pods("train")) == 4, "the pod of the third worker is pending"
-    bed.start_node("gpu3")
-    bed.until("train", "three ranks train", lambda: bed.size() == 3)
-    (bed.directory / "fail-0").touch()
-    bed.until("train", "it fails", lambda: bed.job("train").status.phase is Phase.FAILED)
-    status = bed.job("train").status
-    assert "an error of the user's" in str(status.failures)
-    assert "no restart left" in status.reason
-    delete(bed, "train")
 
 
 @pytest.mark.nightly

@@ -197,6 +197,8 @@ def test_a_template_is_completed_not_overruled() -> None:
         worker=WorkerSpec(template=template, args=("--nproc-per-node", "8")),
         tls=Tls(secret="certificates"),
         master=MasterSpec(state_claim="journal"),
+        check=True,
+        max_restarts=7,
     )
     excluded = (ExcludedHost(host="host-1", reason="", time=START),)
     status = JobStatus(excluded_hosts=excluded, epoch=3)
@@ -222,6 +224,7 @@ def test_a_template_is_completed_not_overruled() -> None:
     assert container["command"] == ["env", "remesh"]
     assert container["resources"] == {"limits": {"memory": "1Gi", "cpu": 2}}
     assert container["args"][-3:] == ["--nproc-per-node", "8", "train.py"]
+    assert "--max-restarts 7" in " ".join(container["args"])
     assert "https://train-master.ml.svc:29400" in container["args"]
     assert {"name": "A", "value": "1"} in container["env"]
     volumes = {each["name"]: each for each in pod["volumes"]}
@@ -232,7 +235,7 @@ def test_a_template_is_completed_not_overruled() -> None:
 
     master = make_pod(job, Role.MASTER, 2)["spec"]
     assert master["containers"][0]["image"] == "train:1"
-    assert "/var/lib/remesh/u1-3.json" in master["containers"][0]["args"]
+    assert {"/var/lib/remesh/u1-3.json", "--check"} <= {*master["containers"][0]["args"]}
     volumes = {each["name"]: each for each in master["volumes"]}
     assert volumes["remesh-state"]["persistentVolumeClaim"] == {"claimName": "journal"}
 
