@@ -17,6 +17,7 @@ from remesh.errors import CheckpointNotFoundError, MismatchError, StateError
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
 from remesh.training.export import export_weights
+from tests.recipes.models import make
 from tests.support import Raised, run_processes, run_ranks_outcomes
 
 peft = pytest.importorskip("peft")
@@ -33,17 +34,7 @@ TOKENS = torch.arange(10)[None]
 
 def base_model(*, is_tied: bool = False) -> Any:
     """The same one at each call."""
-    config = transformers.LlamaConfig(
-        hidden_size=16,
-        intermediate_size=30,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=51,
-        tie_word_embeddings=is_tied,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config)
+    return make("tied Llama" if is_tied else "Llama", 0)
 
 
 def adapted(adapters: tuple[str, ...] = ("default",), *, seed: int = 1, **options: Any) -> Any:
@@ -66,7 +57,9 @@ def logits(model: Any) -> torch.Tensor:
 
 def opened(path: Path | str) -> Any:
     """What transformers loads; every weight of the model is in the files, and nothing else."""
-    model, info = transformers.LlamaForCausalLM.from_pretrained(path, output_loading_info=True)
+    model, info = transformers.LlamaForCausalLM.from_pretrained(
+        path, output_loading_info=True, attn_implementation="eager"
+    )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     return model
