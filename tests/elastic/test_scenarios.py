@@ -18,7 +18,7 @@ import pytest
 from remesh.elastic.lifecycle import EXIT_DRAINED, EXIT_REPLACE
 from tests.campaigns.settings import dice_of, lengths, seed
 from tests.elastic import fsdp_job, numpy_job
-from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster, broken_check
+from tests.elastic.cluster import Cluster, broken_check
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -51,46 +51,6 @@ def test_a_killed_process_costs_a_restart_of_its_node_alone(tmp_path: Path) -> N
         cluster.until_trained(0, 1, round_after=1)
         cluster.stop(0, 1)
         assert cluster.status().phase == "succeeded"
-        assert_same_run(cluster)
-
-
-@slow
-def test_four_nodes_shrink_to_two_when_one_dies_and_grow_back(tmp_path: Path) -> None:
-    unit = ("--node-unit", "2")
-    with Cluster(tmp_path, "2:4", silence=SILENCE_OF_THE_DEAD, agent=unit) as cluster:
-        cluster.start(3, 1, 2, 0)
-        before = cluster.until_trained(0, 1, 2, 3)
-        cluster.kill_agent(0)  # the one with rank 0, whose agent has the store
-        before = cluster.until_trained(1, 2, round_after=before)
-        waiting = [node.id for node in cluster.status().nodes if node.state == "ready"]
-        assert waiting == [3]
-        cluster.start(0)
-        cluster.until_trained(0, 1, 2, 3, round_after=before)
-        cluster.stop(0, 1, 2, 3)
-        sizes = [entry["size"] for entry in cluster.said("start")]
-        assert sorted(set(sizes)) == [2, 4]
-        assert_same_run(cluster)
-
-
-@slow
-def test_the_master_dies_while_nodes_join_and_while_they_train(tmp_path: Path) -> None:
-    with Cluster(tmp_path, "2:2") as cluster:
-        cluster.start(0)
-        cluster.until(lambda: [node.id for node in cluster.status().nodes] == [0])
-        cluster.master.kill()
-        cluster.start(1)
-        cluster.master.start()
-        cluster.until_step(8)
-        cluster.master.kill()
-        before = cluster.step
-        cluster.until_step(before + 10)  # the training goes on without it
-        cluster.master.start()
-        status = cluster.status()
-        assert status.round == 1
-        assert [(node.id, node.state) for node in status.nodes] == [(0, "active"), (1, "active")]
-        cluster.kill_worker(0)
-        cluster.until_trained(0, 1, round_after=1)
-        cluster.stop(0, 1)
         assert_same_run(cluster)
 
 
@@ -146,41 +106,16 @@ def test_a_late_node_is_taken_in_after_a_checkpoint(tmp_path: Path) -> None:
         assert {len(values) for values in cluster.losses().values()} == {1}
 
 
-def broken_node(directory: Path) -> dict[str, str]:
-    """The environment of a node whose check fails."""
-    return {
-        "PYTHONPATH": os.pathsep.join(
-            [broken_check(directory), *filter(None, [os.environ.get("PYTHONPATH")])]
-        )
-    }
-
-
 @slow
 def test_a_node_that_fails_the_check_is_not_used(tmp_path: Path) -> None:
-    broken = broken_node(tmp_path / "inject")
+    paths = [broken_check(tmp_path / "inject"), *filter(None, [os.environ.get("PYTHONPATH")])]
     with Cluster(tmp_path, "1:1", master=("--check",)) as cluster:
-        cluster.start(0, environment=broken)
+        cluster.start(0, environment={"PYTHONPATH": os.pathsep.join(paths)})
         assert cluster.exit_code(0) == EXIT_REPLACE
         (node,) = cluster.status().nodes
         assert node.state == "excluded"
         assert "the test ended with exit code 3" in node.reason
         assert cluster.said() == []
-
-
-@pytest.mark.nightly
-def test_the_other_nodes_train_without_one_that_fails_the_check(tmp_path: Path) -> None:
-    # Nightly: on a machine that does much else, the test of healthy nodes may take too long.
-    broken = broken_node(tmp_path / "inject")
-    with Cluster(tmp_path, "2:3", master=("--check",)) as cluster:
-        cluster.start(0, 2)
-        cluster.start(1, environment=broken)
-        assert cluster.exit_code(1) == EXIT_REPLACE
-        cluster.until_trained(0, 2)
-        cluster.stop(0, 2)
-        excluded = [node for node in cluster.status().nodes if node.state == "excluded"]
-        assert [node.id for node in excluded] == [1]
-        assert {entry["size"] for entry in cluster.said()} == {2}
-        assert_same_run(cluster)
 
 
 @slow

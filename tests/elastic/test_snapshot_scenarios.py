@@ -44,26 +44,6 @@ class Remembering(Cluster):
 
 
 @slow
-def test_after_a_killed_process_the_job_goes_on_from_memory(tmp_path: Path, memory: Path) -> None:
-    with Remembering(tmp_path, memory, "2:2", saving=("15", "1", "0"), job="fsdp") as cluster:
-        cluster.start(0, 1)
-        cluster.until_step(22)
-        stored = cluster.last_stored()
-        cluster.kill_worker(1)
-        cluster.until(lambda: len(cluster.said("resume")) == 2)
-        (step,) = {entry["step"] for entry in cluster.said("resume")}
-        # What was in memory only is stored.
-        record = tmp_path / "checkpoints" / f"step_{step:08d}" / "remesh.json"
-        cluster.until(record.exists)
-        cluster.stop(0, 1)
-        assert [entry["memory"] for entry in cluster.said("resume")] == [True, True]
-        assert step >= max(22, stored)
-        assert cluster.num_repeated() <= 1
-        assert_same_run(cluster)
-    assert list(memory.iterdir()) == []
-
-
-@slow
 def test_with_replicas_the_loss_of_a_node_loses_no_step(tmp_path: Path, memory: Path) -> None:
     options: dict[str, Any] = {"saving": ("100000", "1", "1"), "silence": SILENCE_OF_THE_DEAD}
     with Remembering(tmp_path, memory, "2:3", **options) as cluster:
