@@ -99,28 +99,6 @@ def test_what_is_no_message_ends_its_session_and_no_other(
     assert "a session with 127.0.0.1 is ended, it sent no message" in caplog.text
 
 
-DAMAGES = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_size=1, max_size=4)
-
-
-def damaged(data: bytes, damages: list[tuple[int, int]]) -> bytes:
-    """Bytes of which some are others."""
-    changed = bytearray(data)
-    for place, value in damages:
-        changed[place % len(data)] = value
-    return bytes(changed)
-
-
-def test_any_messages_harm_nothing(served: Served) -> None:
-    sound = st.sampled_from(ENCODED)
-
-    @given(st.binary(max_size=100) | st.builds(damaged, sound, DAMAGES))
-    def play(data: bytes) -> None:
-        talk(served.url, [data, b"\xc1"])
-
-    play()
-    assert served.get("status")[0] == 200
-
-
 @contextlib.contextmanager
 def upgraded(url: str, after: bytes = b"") -> Iterator[socket.socket]:
     """A connection that has asked for a session, and sent some bytes after that."""
