@@ -80,7 +80,6 @@ class PlayedJob:
         return self.after(*(joining(number, **{**own, **changes}) for number in numbers), at=at)
 
     def fail(self, number: int, message: str = "", *, at: float, exit_code: int = 1) -> Self:
-        """The process of a node fails."""
         now = self.state.round
         failure = failure_of(number, round=now, exit_code=exit_code, time=at, message=message)
         report = ReportFailures(node_id=number, incarnation="a", round=now, failures=(failure,))
@@ -95,7 +94,6 @@ class PlayedJob:
         return self.after(NodeLost(node_id=number, incarnation="a"), at=at)
 
     def drain(self, number: int, *, at: float) -> Self:
-        """A node has to leave."""
         own: dict[str, Any] = {"incarnation": "a", "round": 1, "seconds": 60.0, "reason": "SIGTERM"}
         return self.after(Drain(node_id=number, **own), at=at)
 
@@ -113,10 +111,6 @@ class PlayedJob:
 
     def status(self, *, at: float) -> Status:
         return status_of(self.state, Liveness.after_start(self.state, at), at)
-
-    def charged(self) -> dict[int, int]:
-        """The restarts that nodes are charged with."""
-        return self.state.charges
 
     @property
     def history(self) -> str:

@@ -17,15 +17,15 @@ from tests.elastic.played_job import COLLATERAL, PlayedJob
 class TestCharges:
     def test_each_of_two_nodes_that_fail_at_once_is_charged(self) -> None:
         job = PlayedJob.running(4).fail(0, at=110.0).fail(2, at=110.2)
-        assert job.charged() == {0: 1, 2: 1}
+        assert job.state.charges == {0: 1, 2: 1}
 
     def test_what_looks_like_the_fault_of_others_is_charged_if_there_is_none(self) -> None:
         job = PlayedJob.running(4, max_restarts=1)
         for number in (2, 0, 1, 3):  # a server refuses the connections of all
             job = job.fail(number, COLLATERAL, at=110.0)
-        assert job.charged() == {}  # a node that is lost may be noticed later
+        assert job.state.charges == {}  # a node that is lost may be noticed later
         job = job.join(0, 1, 2, 3, at=111.0)
-        assert job.charged() == {2: 1}
+        assert job.state.charges == {2: 1}
         words = "no other process has failed by itself; 1 of 1 restarts charged"
         assert words in job.history
         job = job.fail(2, COLLATERAL, at=120.0).join(0, 1, 2, 3, at=121.0)
@@ -34,7 +34,7 @@ class TestCharges:
 
     def test_a_process_that_is_stopped_from_outside_is_charged_too(self) -> None:
         job = PlayedJob.running().fail(1, at=110.0, exit_code=-15).join(0, 1, at=111.0)
-        assert job.charged() == {1: 1}
+        assert job.state.charges == {1: 1}
 
     @pytest.mark.parametrize("cause", ["own", "lost", "drained", "hang", "growth"])
     def test_what_others_explain_is_not(self, cause: str) -> None:
@@ -56,7 +56,7 @@ class TestCharges:
             job = job.join(0, 1, at=130.0)
         job = job.after(at=140.0)
         assert job.state.round == 2
-        assert job.charged() == ({1: 1} if cause == "own" else {})
+        assert job.state.charges == ({1: 1} if cause == "own" else {})
 
     def test_an_agent_that_was_started_again_explains_it_too(self) -> None:
         job = PlayedJob.running().fail(0, COLLATERAL, at=110.0)
@@ -75,7 +75,7 @@ def test_a_job_that_makes_no_step_hangs_and_starts_again() -> None:
     assert "the job hangs: no rank has finished a step for 31 s" in job.history
     reason = "the job hung: no rank has finished a step for 31 s"
     assert job.shown(0, at=134.0) == Stop(1, reason, hangs=True)
-    assert job.charged() == {}
+    assert job.state.charges == {}
 
 
 def test_a_slow_rank_is_named_with_its_own_seconds() -> None:

@@ -539,7 +539,7 @@ def test_a_node_that_is_excluded_by_hand_leaves_when_the_ranks_have_saved() -> N
     job = job.join(0, 1, 2, 3, at=204.0).after(at=204.0)
     # The world has a multiple of two nodes.
     assert [member.id for member in job.state.world] == [0, 1]
-    assert job.charged() == {}
+    assert job.state.charges == {}
     # Its agent waits, and knows why; so does one that starts anew.
     again = job.join(3, at=205.0, agent="b", new=True)
     waits = job.shown(3, at=205.0)

@@ -163,8 +163,6 @@ def test_what_follows_from_failures(seen: Seen, code: int | None) -> None:
 
 
 class Process(NamedTuple):
-    """A training process."""
-
     able: bool  # whether its function can be entered again
     status: str  # starts, trains, hangs, out, done, failed, or ended by a signal
     world: int
@@ -185,8 +183,6 @@ class Process(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """A node."""
-
     state: State
     processes: tuple[Process, ...]
     round: int = 0
@@ -300,7 +296,6 @@ def after_step(job: Job, number: int, now: float) -> Job:
 
 
 def events(job: Job) -> Iterator[Job]:
-    """What may happen next."""
     running = [node for node in job.nodes if node.exit is None]
     if running and all(node.waits for node in running) and job.outcome is None:
         number = job.round + 1
@@ -326,7 +321,6 @@ def events(job: Job) -> Iterator[Job]:
 
 
 def lives_on(job: Job, process: Process) -> Iterator[Process]:
-    """What a process may do next."""
     if process.status == "starts":
         report = Report() if process.able else None
         yield process._replace(status="trains", report=report)

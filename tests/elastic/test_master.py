@@ -54,20 +54,6 @@ def test_nodes_get_their_places_by_id(served: Served) -> None:
     assert leader.id == 3
 
 
-def test_names_keep_their_ids() -> None:
-    clock = Clock()
-    with serving(clock=clock) as served:
-        first, second = served.agent(0), served.agent(1)
-        first.say_join(name="b", node_id=None)
-        second.say_join(name="a", node_id=None)
-        before = first.waits_as()
-        assert {before, second.waits_as()} == {0, 1}
-        clock.now += OVERDUE  # the agent before it has died
-        again = served.agent(2, "new")
-        again.say_join(name="b", node_id=None)
-        assert again.waits_as() == before
-
-
 OVERDUE = BEAT_SECONDS + CONFIRM_SECONDS + 1
 
 
@@ -238,28 +224,6 @@ def active_in(master: Master) -> set[int]:
     return set(master.job.active)
 
 
-def test_growing_waits_for_a_checkpoint(served: Served) -> None:
-    served.join_all([0, 1])
-    progress = RankProgress(step=5, time=0.0, saved_step=4)
-    served.beat(0, {0: progress})
-    one = served.agent(0)
-    late = served.agent(2)
-    late.say_join()
-
-    def saves(newest: object) -> bool | None:
-        content = getattr(newest, "content", None)
-        return True if isinstance(content, Assignment) and content.save else None
-
-    assert one.session.wait(saves, LONG)
-    assert late.waiting().reason.startswith("round 1 runs on 2 nodes")
-    waits = msgspec.structs.replace(progress, step=6, saved_step=6, waits=True)
-    for number, ranks in ((0, {0: waits, 1: waits}), (1, {2: waits, 3: waits})):
-        served.beat(number, ranks)
-    assert one.shown(Stop).reason == "node 2 can join, the world grows to 3"
-    served.join_all([0, 1])
-    assert late.placed().num_nodes == 3
-
-
 def test_an_operator_takes_a_node_out_and_back(tmp_path: Path) -> None:
     def order(served: Served, *words: str) -> str:
         done = CliRunner().invoke(cli, ["node", *words, "--master", served.url])
@@ -288,15 +252,6 @@ def test_an_operator_takes_a_node_out_and_back(tmp_path: Path) -> None:
             served.agent(number).leave(Outcome.SUCCEEDED)
         served.agent(0).shown(JobEnded)
         assert "the job has succeeded" in order(served, "exclude", "1")
-
-
-def test_a_job_whose_nodes_succeed_is_over(served: Served) -> None:
-    served.join_all([0, 1])
-    for number in (0, 1):
-        served.agent(number).leave(Outcome.SUCCEEDED)
-    assert served.agent(0).shown(JobEnded).outcome is Outcome.SUCCEEDED
-    served.agent(5).say_join()
-    assert served.agent(5).shown(JobEnded).outcome is Outcome.SUCCEEDED
 
 
 def test_the_end_of_a_session_says_that_the_master_has_what_was_said(tmp_path: Path) -> None:
