@@ -218,15 +218,6 @@ def test_what_given_targets_are_filled_with(case: str) -> None:
     assert {name: array.tolist() for name, array in targets.items()} == expected
 
 
-def test_a_cast_leaves_states_alone() -> None:
-    moment = torch.tensor([0.1, 1.1])
-    t = {"a": torch.tensor([0.1, 1.1]), "a.exp_avg": moment, "a.w_0": moment * 3}
-    result = Transform("a -> b, dtype=bfloat16").apply(t)
-    assert result["b"].dtype == torch.bfloat16
-    assert torch.equal(result["b.exp_avg"], moment)
-    assert torch.equal(result["b.w_0"], moment * 3)
-
-
 def test_a_parameter_can_be_made_of_its_master_weight() -> None:
     t = {"a.w_0": torch.tensor([0.1, 1.1]), "a.moment1_0": torch.tensor([3.0, 4.0])}
     targets = {

@@ -86,16 +86,6 @@ def test_random_programs_survive_their_text(program: Program) -> None:
     assert str(Transform(once)) == once
 
 
-def test_attribute_values_may_be_quoted() -> None:
-    quoted = Transform("a -> b, permute='[1, 0]'\n c -> d, dtype=\"float16\"")
-    assert str(quoted) == "a -> b, permute=[1, 0]\nc -> d, dtype=float16"
-
-
-def test_layer_offset_is_short_for_one_less_on_the_right() -> None:
-    transform = Transform("l.$LAYER_ID_OFFSET.w -> m.$LAYER_ID_OFFSET.w")
-    assert str(transform) == "l.$LAYER_ID.w -> m.$LAYER_ID-1.w"
-
-
 @pytest.mark.parametrize(
     ("text", "says", "under_caret"),
     [
@@ -116,7 +106,6 @@ def test_layer_offset_is_short_for_one_less_on_the_right() -> None:
         ("12 -> b", "a name of digits alone must be quoted", "12"),
         ("'' -> b", "a name cannot be empty", "''"),
         ("a[2:2] -> b, axis=0", "[2:2] is empty", "2:2"),
-        ("a[0:x] -> b, axis=0", "expected a whole number", "x"),
         ("a[0:-1] -> b, axis=0", "expected a whole number, found '-1'", "-1"),
         ("a[x] -> b", "expected a whole number, found 'x'", "x"),
         ("a -> b^T", "^T stands left of the arrow only", "^T"),
@@ -132,13 +121,10 @@ def test_layer_offset_is_short_for_one_less_on_the_right() -> None:
         ("a, b -> c, d, axis=0", "one side must be single", None),
         ("e.*.w -> f.*.w, axis=0", "$EXPERT_ID instead of *", None),
         ("a -> b, permute=[1,0], dtype=float16", "are two operators", "dtype=float16"),
-        ("a, b -> c, axis=0, dtype=float16", "are two operators", "dtype=float16"),
         ("a -> b, stack=0, axis=0", "are two operators", "axis=0"),
         ("a -> b, num_heads=2", "num_heads belongs to fused_qkv or", "num_heads=2"),
-        ("a, b -> c, axis=0, sizes=[1, 1]", "sizes belongs to a split", "sizes=[1, 1]"),
         ("a -> b, c, axis=x", "axis must be a whole number", "axis=x"),
         ("a -> b, fused_ffn, src_parts=0", "src_parts must be at least 1", "src_parts=0"),
-        ("a -> b, c, axis=0, sizes=[3, -1]", "sizes must be", "sizes=[3, -1]"),
         ("a -> b, permute='1,0'", "permute must be a list such as [1, 0]", "permute='1,0'"),
         ("a -> b, c, permute=[1, 0]", "permute takes one name on either side", None),
         ("a -> b, dtype=int64", "dtype must be one of float16, bfloat16, float32", "dtype=int64"),
@@ -147,7 +133,6 @@ def test_layer_offset_is_short_for_one_less_on_the_right() -> None:
         ("a, b -> c, tie=1", "tie stands alone, without a value", "tie=1"),
         ("a -> b, reshape=[2, -1]", "extents are not negative", "reshape=[2, -1]"),
         ("a -> b, fused_ffn, num_heads=2", "num_heads belongs to", "num_heads=2"),
-        ("q, k -> w, fused_qkv, num_heads=1, num_key_value_groups=1", "takes 3 -> 1", "fused_qkv"),
         ("w -> w, fused_qkv, num_heads=1, num_key_value_groups=1", "takes 3 -> 1", "fused_qkv"),
         ("q, k, v -> w, fused_qkv, num_heads=4", "num_key_value_groups= is missing", None),
         ("l.$layer.w -> b", "a placeholder is written in capitals", "$layer"),
