@@ -31,23 +31,6 @@ def test_renames_as_statements(renames: dict[str, str], text: str) -> None:
     assert str(Transform(renames)) == text
 
 
-@pytest.mark.parametrize(
-    ("renames", "expected"),
-    [
-        ({"a.0": "a.1", "a.1": "a.0"}, {"a.0": 1, "a.1": 0}),
-        ({"a.0": "a.1", "a.1": "a.2", "a.2": "a.0"}, {"a.0": 2, "a.1": 0, "a.2": 1}),
-        ({"a.0": "a.0", "a.1": "y"}, {"a.0": 0, "y": 1}),
-    ],
-)
-def test_renames_happen_all_at_once(renames: dict[str, str], expected: dict[str, int]) -> None:
-    """Whatever their order in the dict."""
-    values = {"a.0": 0, "a.1": 1, "a.2": 2, "b.0": 10, "b.1": 11}
-    state = {name: np.full(1, value) for name, value in values.items()}
-    for given in (renames, dict(reversed(renames.items()))):
-        result = Transform(given).apply(state)
-        assert {name: int(result[name][0]) for name in expected} == expected
-
-
 def test_swapped_names_come_back() -> None:
     swap = Transform({"a": "b", "b": "a"})
     state = {"a": np.zeros(2), "b": np.ones(2), "a.exp_avg": np.zeros(2), "b.exp_avg": np.ones(2)}
