@@ -258,6 +258,24 @@ def test_a_process_goes_on_when_another_dies(tmp_path: Path) -> None:
     assert ended == [{"rank": 0, "entries": 1} | same, {"rank": 1, "entries": 0} | same]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_a_death_interrupts_at_the_end_of_a_step_is_made_up_for(tmp_path: Path) -> None:
+    """Validations, ends of epochs and schedulers are those of Lightning alone."""
+    pytest.importorskip("lightning.pytorch")
+    script = str(Path(__file__).with_name("reentered_validation.py"))
+    preload = f"{PRELOAD},lightning.pytorch"
+    options = ("--nproc-per-node", "2", "--reentry-timeout", "120", "--preload", preload)
+    code, output = run_job(tmp_path, *options, "--max-restarts", "4", script, str(tmp_path))
+    assert code == 0, output
+    survivor, newcomer = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert survivor["interrupted"] == survivor["whole"]
+    whole = newcomer["whole"]
+    assert newcomer["interrupted"] | {"seen": {}} == whole | {"seen": {}}
+    assert newcomer["interrupted"]["seen"].items() <= whole["seen"].items()
+    assert latest(tmp_path / "run").step == whole["steps"]
+
+
 class Plain(torch.nn.Module):
     """A model for `Trainer` that is not one of transformers."""
 

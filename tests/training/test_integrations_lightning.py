@@ -121,7 +121,7 @@ def test_a_signal_is_answered_by_a_save_and_goes_to_others_when_the_training_has
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_averages_that_take_the_place_of_the_weights_at_the_end_are_not_saved(
-    tmp_path: Path, is_first: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, is_first: bool
 ) -> None:
     model = load_example("lightning_callback").Regression()
     data = torch.utils.data.TensorDataset(torch.randn(16, 8))
@@ -137,12 +137,8 @@ def test_averages_that_take_the_place_of_the_weights_at_the_end_are_not_saved(
         pl.callbacks.WeightAveraging(),
     ]
     trainer_with(Look(), *(callbacks if is_first else callbacks[::-1])).fit(model, loader)
-    saved = [place.name for place in tmp_path.iterdir()]
-    assert saved == (["step_00000004"] if is_first else [])
-    assert ("step 4 is not saved at the end" in caplog.text) == (not is_first)
-    if is_first:
-        remesh.load({"model": model}, tmp_path / saved[0])
-        torch.testing.assert_close(list(model.parameters()), trained, rtol=0, atol=0)
+    remesh.load({"model": model}, tmp_path / "step_00000004")
+    torch.testing.assert_close(list(model.parameters()), trained, rtol=0, atol=0)
 
 
 class Noisy(torch.utils.data.Dataset[torch.Tensor]):
@@ -176,8 +172,11 @@ class Everything(pl.LightningModule):  # type: ignore[name-defined, misc]
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         rate = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0)
-        schedule = {"scheduler": rate, "monitor": "loss", "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
+        epochs = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.8, patience=0)
+        return [optimizer], [
+            {"scheduler": rate, "monitor": "loss", "interval": "step"},
+            {"scheduler": epochs, "monitor": "val_step"},
+        ]
 
 
 @pytest.mark.parametrize("cut_at", [1, 2, 4, 6])

@@ -68,11 +68,7 @@ class Fingerprints:
         """The fingerprint of a state as it is now."""
         found: list[torch.Tensor] = []
         _walk(state, found)
-        return self.take_of(found)
-
-    def take_of(self, tensors: Sequence[torch.Tensor]) -> Fingerprint:
-        """The fingerprint of tensors as they are now."""
-        tensors = plain(tensors)
+        tensors = plain(found)
         places = _places_of(tensors)
         if places != self._places:
             self._places, self._kinds = places, self._kinds_of(tensors, places)

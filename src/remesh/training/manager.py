@@ -481,7 +481,9 @@ class Manager:
                 last = self._began if self._begun is None else self._begun.began
                 reason = policies.due_by_time(self._every, time.monotonic() - last)
             stop, hold = request == "save-and-stop", request in ("save-and-hold", "hold")
-            own = Note(reason, stop, hold, failed=self._has_failed(), next_look=next_look)
+            failed = self._handle is not None and self._handle.progress().phase == "failed"
+            failed = failed or self._retention_error is not None
+            own = Note(reason, stop, hold, failed=failed, next_look=next_look)
             return msgspec.msgpack.encode(own)
 
         replies = run_on_all(self._exchange, note)
@@ -507,10 +509,6 @@ class Manager:
                 self.wait()
             self._watch.report(step, self.saved_step, at_once=is_asked, waits=True)
             time.sleep(0.1)
-
-    def _has_failed(self) -> bool:
-        failed = self._handle is not None and self._handle.progress().phase == "failed"
-        return failed or self._retention_error is not None
 
     # Resuming -------------------------------------------------------------------------------------
 
@@ -649,9 +647,6 @@ class Manager:
             self._survivor.close()
         self._watch.close()
         self._closed, self._last = reason, None
-        for place, other in [*_OPEN.items()]:
-            if other is self:
-                del _OPEN[place]
 
     def _save_last(self) -> None:
         """End the save in flight, and save the last step if it is not saved. Collective."""
@@ -726,7 +721,7 @@ class Manager:
 
 
 _OPEN: weakref.WeakValueDictionary[_Place, Manager] = weakref.WeakValueDictionary()
-"""The managers of this process that are not closed, by root, rank and number of ranks."""
+"""The newest managers of this process, by root, rank and number of ranks."""
 
 
 def _close_earlier(place: _Place, entry: int) -> None:
@@ -735,7 +730,7 @@ def _close_earlier(place: _Place, entry: int) -> None:
     One of an earlier entry of the training function may have been interrupted before its `with`.
     """
     older = _OPEN.get(place)
-    if older is not None:
+    if older is not None and not older._closed:  # noqa: SLF001
         if older._entry == entry:  # noqa: SLF001 - of this class
             _LOGGER.warning("an earlier Manager of %s was not closed; it is closed now", place[0])
         older.abandon("was replaced by a later Manager of the same root")

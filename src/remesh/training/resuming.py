@@ -144,7 +144,7 @@ def digest_of(found: Description) -> str:
     if tensors:
         from remesh.training.fingerprints import Fingerprints
 
-        facts.append(Fingerprints(whole_bytes=1 << 14).take_of(tensors).digest().encode())
+        facts.append(Fingerprints(whole_bytes=1 << 14).take(tensors).digest().encode())
     names = repr([*found.paths, found.merged_lists])
     return hex_digest(b"".join([names.encode(errors="surrogatepass"), *map(raw_digest, facts)]))
 

@@ -113,24 +113,20 @@ class RemeshCallback(TrainerCallback):
         if state.epoch % 1:
             self._rewind = rewind_of_streams(is_alone=args.world_size == 1)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
-    ) -> None:
+    def on_step_begin(self, *args: Any, **parts: Any) -> None:
         """Save the step before, if a policy says so. Collective."""
         if self._rewind is not None:
             self._rewind()
-        self.on_epoch_begin(args, state, control, **parts)
+        self.on_epoch_begin(*args, **parts)
 
     def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
         """Note the numbers that were logged last: the metrics of the checkpoints that follow."""
         numbers = {key: value for key, value in (logs or {}).items() if isinstance(value, float)}
         self._metrics.update(numbers)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
-    ) -> None:
+    def on_train_end(self, *args: Any, **parts: Any) -> None:
         """Save the last step, if a policy says so, and wait for the save in flight. Collective."""
-        self.on_epoch_begin(args, state, control, **parts)
+        self.on_epoch_begin(*args, **parts)
         self._manager.wait()
 
     def on_epoch_begin(
