@@ -124,7 +124,7 @@ class Cluster(TrainingLog):
         silence: float = SILENCE,
         master: tuple[str, ...] = (),
         agent: tuple[str, ...] = (),
-        job: Literal["numpy", "fsdp", "ddp", "hsdp", "shards"] = "numpy",
+        job: Literal["numpy", "fsdp", "ddp", "hsdp", "shards", "variants"] = "numpy",
         saving: tuple[str, ...] = (),
         processes: int = 1,
     ) -> None:

@@ -11,6 +11,7 @@ import torch
 from tests.campaigns.settings import dice_of, lengths, share
 from tests.elastic import fsdp_job
 from tests.elastic.cluster import SILENCE_OF_THE_DEAD, Cluster
+from tests.elastic.variants_job import VARIANTS
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -144,6 +145,20 @@ def test_processes_go_on_in_smaller_and_larger_worlds(tmp_path: Path, device: st
         assert_no_step_lost(cluster, device)
 
 
+@slow
+def test_a_process_that_hangs_is_brought_back(tmp_path: Path) -> None:
+    hangs = ("--hang-timeout", "5")
+    with Cluster(tmp_path, "2:2", job="ddp", master=hangs, agent=PATIENT) as cluster:
+        cluster.start(0, 1)
+        before = cluster.until_trained(0, 1)
+        pids = [cluster.pid_of(rank) for rank in (0, 1)]
+        (tmp_path / "hang-1").touch()
+        cluster.until_trained(0, 1, round_after=before)
+        assert [cluster.pid_of(rank) for rank in (0, 1)] == pids
+        cluster.stop(0, 1)
+        assert_no_step_lost(cluster)
+
+
 @pytest.mark.nightly
 def test_a_copy_of_what_is_cut_goes_on(tmp_path: Path) -> None:
     """HSDP of 2 x 2, from which a rank is lost: a copy stays, and a process waits as a spare."""
@@ -162,6 +177,37 @@ def test_a_copy_of_what_is_cut_goes_on(tmp_path: Path) -> None:
         assert [cluster.pid_of(rank) for rank in (0, 1, 2)] == pids
         cluster.stop(0, 1, 2, 3)
         assert_no_step_lost(cluster)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_models_whose_state_is_more_than_parameters(tmp_path: Path, variant: str) -> None:
+    """The curve is that of a run that nothing disturbs, what the loss does not show included."""
+    # What was lost of random numbers, or was being changed by all, comes from a snapshot.
+    needs_snapshot = variant in {"dropout", "in backward"}
+    saving = ("5", "1" if needs_snapshot else "0", "0")
+    phases: tuple[str, ...] = ("forward", "backward", "forward")
+    if variant != "in backward":  # where all parts of the state change all the time
+        phases += ("optimizer", "save")
+    curves: list[dict[int, list[float]]] = []
+    for kills in ((), phases):
+        directory = tmp_path / str(len(curves))
+        directory.mkdir()
+        agent = ("--max-restarts", "1000", *PATIENT)
+        with Cluster(
+            directory, "1:1", job="variants", agent=agent, saving=saving, processes=2
+        ) as cluster:
+            cluster.start(0, environment={"TEST_VARIANT": variant})
+            cluster.until_step(2)
+            for phase in kills:
+                die(cluster, phase, 1)
+            cluster.until_step(40)
+            cluster.stop(0)
+            curves.append(cluster.losses())
+    first, second = curves
+    for step in first.keys() & second.keys():
+        for loss in second[step]:
+            assert loss == pytest.approx(first[step][0], rel=1e-5), step
 
 
 @on_each_device

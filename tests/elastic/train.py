@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 WAS_WARM = "torch" in sys.modules
 """Whether torch was there before this script, which imports it later."""
-REENTRANT = {"ddp", "hsdp", "shards"}
+REENTRANT = {"ddp", "hsdp", "shards", "variants"}
 """Jobs whose processes go on in the next world."""
 
 
@@ -51,7 +51,7 @@ def train(entered: TrainingJob) -> None:
     world = os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_RESTART_COUNT"]
     name = hashlib.sha1("-".join([str(directory), *world]).encode()).hexdigest()
     way = sys.argv[2]
-    module = "numpy" if way == "numpy" else "fsdp"
+    module = way if way in ("numpy", "variants") else "fsdp"
     job: Any = importlib.import_module(f"tests.elastic.{module}_job").Job(name, way)
     log = (directory / f"{os.getpid()}.jsonl").open("a", buffering=1)
 
