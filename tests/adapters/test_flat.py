@@ -101,7 +101,7 @@ def test_copies_of_parameters_in_an_optimizer_of_their_own() -> None:
     state, copies = build(0, 1)
     for number, copy in enumerate(copies.values()):
         copy.fill_(number + 1.0)
-        moments = {"step": torch.tensor(1.0), "exp_avg": copy + 0.5}
+        moments = {"step": torch.tensor(1.0), "exp_avg": copy + 0.5, "exp_avg_sq": copy + 0.25}
         state["optimizer"].optimizer.state[copy] = moments
     storage = saved(state)
     assert "optimizer.state.2.bias.master" in remesh.Checkpoint(storage).index
@@ -129,6 +129,19 @@ def test_state_that_some_parameters_lack_is_named() -> None:
     prefix = "optimizer.state.1.weight"
     assert set(caught.value.missing) == {f"{prefix}.exp_avg", f"{prefix}.exp_avg_sq"}
     transfer(source, target, missing="keep")
+
+
+def test_a_buffer_misses_what_another_optimizer_did_not_keep() -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for parameter in module.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+    target = {"model": module, "optimizer": flat_slices(module, 0, 1)}
+    with pytest.raises(MismatchError, match="it kept momentum_buffer") as caught:
+        transfer({"model": module, "optimizer": optimizer}, target)
+    names = [f"optimizer.state.{name}" for name, _ in module.named_parameters()]
+    moments = {f"{name}.{key}" for name in names for key in ("exp_avg", "exp_avg_sq")}
+    assert set(caught.value.missing) == moments | {f"{names[0]}.step"}  # the buffer has one step
 
 
 def test_steps_that_differ_do_not_fit_one_buffer() -> None:

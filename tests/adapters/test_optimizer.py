@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ import remesh
 from remesh.adapters import DescribedOptimizer, NamedModule, describe_leaf
 from remesh.core.sharded import LocalNonpersistentObject
 from remesh.core.state import describe
-from remesh.errors import StateError
+from remesh.errors import MismatchError, StateError
 from remesh.exchange import Exchange
 from remesh.storage import MemoryStorage
 from tests.adapters.stored import check_equal, saved, transfer, transformer
@@ -547,6 +548,83 @@ def test_optimizers_that_keep_more_than_torch_asks_for() -> None:
     assert fresh.state["seen"]["batches"] == 7
     for name, _ in target["model"].named_parameters():
         assert str(of(target, name)) == str(of(source, name))
+
+
+CLASSES: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
+    "adadelta": torch.optim.Adadelta,
+    "adagrad": torch.optim.Adagrad,
+    "asgd": torch.optim.ASGD,
+    "rmsprop": torch.optim.RMSprop,
+    "centered": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.5),
+    "rprop": torch.optim.Rprop,
+}
+
+
+def of_torch(saved_job: State, make: Make) -> State:
+    """What torch makes of a job with an optimizer that has those saved options that it knows."""
+    module = copy.deepcopy(saved_job["model"])
+    optimizer = make(module.parameters())
+    packed = copy.deepcopy(saved_job["optim"].state_dict())
+    [stored], [own] = packed["param_groups"], optimizer.param_groups
+    group = {key: stored.get(key, value) for key, value in own.items()}
+    with contextlib.suppress(KeyError):  # some look for a step when they load
+        optimizer.load_state_dict({"state": packed["state"], "param_groups": [group]})
+    return {"model": module, "optim": optimizer}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_state_with_which_torch_cannot_step_is_missing(name: str) -> None:
+    source = job(2, CLASSES[name])
+    storage = saved(source)
+    for make in CLASSES.values():
+        theirs, own = of_torch(source, make), job(0, make)
+        try:
+            train(theirs)
+        except KeyError as error:
+            key = error.args[0]
+            with pytest.raises(MismatchError, match="Another optimizer was saved") as caught:
+                remesh.load(own, storage)
+            assert f"optim.state.0.bias.{key}" in caught.value.missing
+            remesh.load(own, storage, missing="keep")
+            train(own)
+        else:
+            remesh.load(own, storage)
+            train(own)
+            check_states_equal(own, theirs)
+
+
+@pytest.mark.parametrize("make", CLASSES.values())
+def test_state_that_is_kept_missing_begins_anew(make: Make) -> None:
+    source, own = job(2, CLASSES["sgd"]), job(0, make)
+    fresh = copy.deepcopy(own)
+    fresh["model"].load_state_dict(source["model"].state_dict())
+    for entries in source["optim"].state.values():  # that of an optimizer that nobody knows
+        entries["unknown"] = entries.pop("momentum_buffer")
+    transfer(source, own, missing="keep")
+    for entries in own["optim"].state.values():
+        del entries["unknown"]
+    [loaded], [options] = own["optim"].param_groups, fresh["optim"].param_groups
+    options.update({key: value for key, value in loaded.items() if key != "params"})
+    train(own)
+    train(fresh)
+    check_states_equal(own, fresh)
+
+
+def test_state_of_which_each_kind_of_parameter_needs_another() -> None:
+    source = job(1, CLASSES["sgd"])
+    with pytest.raises(MismatchError) as caught:
+        transfer(source, job(0, torch.optim.Adafactor))
+    of_matrix = {f"optim.state.0.weight.{key}" for key in ("step", "row_var", "col_var")}
+    of_vector = {f"optim.state.0.bias.{key}" for key in ("step", "variance")}
+    assert of_matrix | of_vector == {
+        name for name in caught.value.missing if name.startswith("optim.state.0.")
+    }
 
 
 def test_older_torch_kept_steps_as_numbers() -> None:

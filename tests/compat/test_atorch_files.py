@@ -97,7 +97,8 @@ def write_optimizer(folder: Path) -> None:
                 slice(0, cut) if rank == 0 else slice(cut, size)
             ]
             if len(own):
-                state |= {f"{name}-exp_avg": own.clone(), f"{name}-step": torch.tensor(4.0)}
+                moments = {f"{name}-{key}": own.clone() for key in ("exp_avg", "exp_avg_sq")}
+                state |= moments | {f"{name}-step": torch.tensor(4.0)}
         save_file(state, folder / f"optim_param.{rank:05d}-00002")
     group = {
         "lr": 0.1,

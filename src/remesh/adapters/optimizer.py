@@ -31,6 +31,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -149,11 +150,14 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
             "(remesh.sharding.ShardedObject), or use an optimizer that has them."
         )
     stored, base = walk.stored, (*path, "state")
+    packs = _packs_states(optimizer)
     stored_groups = _stored_groups(stored, (*path, "param_groups"))
     known = {name for names in stored_groups for name in names}
     parameters = _parameters_of(walk, path, leaf, packed["state"], known)
     if stored is not None:
         parameters = [_with_first_state(optimizer, p, stored, base) for p in parameters]
+        if any(parameter.is_of_torch for parameter in parameters) and not packs:
+            parameters = _with_needed_states(optimizer, parameters, stored, path, stored_groups)
     else:
         if is_of_torchao(optimizer):
             parameters = [_without_empty_shards(parameter) for parameter in parameters]
@@ -166,7 +170,6 @@ def describe_optimizer(walk: Walk, path: Path, leaf: Optimizer | DescribedOptimi
     rebuild_other = _describe_others(walk, base, packed["state"], parameters, known)
     rebuild_states = _describe_states(walk, base, parameters)
     rebuild_groups = _describe_groups(walk, path, optimizer, parameters, stored_groups)
-    packs = _packs_states(optimizer)
 
     def rebuild(loaded: Loaded) -> Optimizer | DescribedOptimizer:
         packed_states: dict[torch.Tensor, dict[str, Any]] = {}
@@ -620,42 +623,103 @@ def _with_first_state(
     if not any(path[-1] == TENSOR_RECORD for path, _ in stored.under(place)):
         return tensor
     try:
-        state = _state_of_first_step(optimizer, tensor.tensor, tensor.group)
+        stepped, parameter = _stand_in(optimizer, torch.zeros_like(tensor.tensor), tensor.group)
+        # A learning rate scheduler puts a `step` of its own into the optimizer, which steps that.
+        stepped.__dict__.pop("step", None)
+        with torch.compiler.set_stance("force_eager"):
+            stepped.step()
     except Exception as error:
         raise StateError(
             f"{name_of(place)}: {type(optimizer).__name__} could not make its state\n"
             f"It tried a step with zero gradients ({type(error).__name__}: {error}); take one "
             "step before loading"
         ) from error
-    return dataclasses.replace(tensor, packed_state=state)
+    return dataclasses.replace(tensor, packed_state=stepped.state[parameter])
 
 
-def _state_of_first_step(
+def _with_needed_states(
+    optimizer: Optimizer,
+    tensors: list[_Optimized],
+    stored: Stored,
+    path: Path,
+    stored_groups: list[list[str]],
+) -> list[_Optimized]:
+    """Tensors without state; with new state, if what is stored lacks some that a step needs.
+
+    A step makes state for a tensor that has none. For one that has some, of another optimizer or
+    with other options, it takes for granted that all is there. What lacks is found missing then.
+    """
+    base, result = (*path, "state"), []
+    options: dict[tuple[int, int], dict[str, Any]] = {}
+    needed: dict[tuple[int, int], frozenset[str]] = {}
+    for tensor in tensors:
+        state = tensor.packed_state
+        leaves = [leaf for one in tensor.held for leaf, _ in stored.under((*base, one.name))]
+        keys = {leaf[len(base) + 1] for leaf in leaves} - {tensor.own_key}
+        if keys and not state:
+            kind = id(tensor.group), tensor.tensor.ndim
+            if kind not in needed:
+                options[kind] = _options_to_load(stored, path, stored_groups, tensor)
+                # Which entries there are depends on neither the size nor the machine.
+                small = torch.zeros((1,) * tensor.tensor.ndim, dtype=tensor.tensor.dtype)
+                anywhere = options[kind] | dict.fromkeys(_OF_THIS_MACHINE, False)
+                needed[kind] = frozenset(_state_before_step(optimizer, small, anywhere))
+            if not needed[kind] <= keys:
+                state = _state_before_step(optimizer, tensor.tensor, options[kind])
+        result.append(dataclasses.replace(tensor, packed_state=state))
+    return result
+
+
+def _options_to_load(
+    stored: Stored, path: Path, stored_groups: list[list[str]], tensor: _Optimized
+) -> dict[str, Any]:
+    """The options that the group of a tensor has once it is loaded."""
+    name, options = tensor.held[0].name, dict(tensor.group)
+    number = next((place for place, names in enumerate(stored_groups) if name in names), None)
+    if number is None:
+        return options
+    for option in options.keys() - _OF_THIS_MACHINE - _NO_OPTIONS:
+        stored_name = name_of((*path, "param_groups", number, option))
+        if stored.has_value(stored_name):
+            options[option] = stored.value(stored_name)
+    return options
+
+
+def _state_before_step(
     optimizer: Optimizer, tensor: torch.Tensor, group: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """The state that an optimizer keeps for a tensor after a first step.
+    """The state that a step of torch's optimizers makes for a tensor before it computes.
 
-    The step is that of an optimizer that shares nothing with the live one which a step changes:
-    it has a group with a tensor of zeros, whose gradient is zero, and no hooks.
+    Empty for those that make it somewhere else (LBFGS, SparseAdam, Adagrad).
     """
-    like = torch.zeros_like(tensor.detach())
-    parameter = nn.Parameter(like, requires_grad=like.is_floating_point())
-    parameter.grad = torch.zeros_like(like)
+    stand_in, parameter = _stand_in(optimizer, tensor, group)
+    begin = getattr(stand_in, "_init_group", None)
+    if begin is not None:
+        num_lists = len(inspect.signature(begin).parameters) - 1
+        begin(stand_in.param_groups[0], *([] for _ in range(num_lists)))
+    made: Mapping[str, Any] = stand_in.state[parameter]
+    return made
+
+
+def _stand_in(
+    optimizer: Optimizer, tensor: torch.Tensor, group: Mapping[str, Any]
+) -> tuple[Any, nn.Parameter]:
+    """An optimizer, and its one parameter, whose gradient is zero.
+
+    It shares nothing with the live one which a step changes, and has no hooks.
+    """
+    parameter = nn.Parameter(tensor.detach(), requires_grad=tensor.is_floating_point())
+    parameter.grad = torch.zeros_like(parameter.detach())
     options = {key: copy.deepcopy(value) for key, value in group.items() if key not in _NO_OPTIONS}
-    stepped: Any = object.__new__(type(optimizer))
-    stepped.__dict__ = {
+    stand_in: Any = object.__new__(type(optimizer))
+    stand_in.__dict__ = {
         **optimizer.__dict__,
         "state": defaultdict(dict),
         "param_groups": [{**options, "params": [parameter]}],
         "_optimizer_step_pre_hooks": OrderedDict(),
         "_optimizer_step_post_hooks": OrderedDict(),
     }
-    # A learning rate scheduler puts a `step` of its own into the optimizer, which steps that one.
-    stepped.__dict__.pop("step", None)
-    with torch.compiler.set_stance("force_eager"):
-        stepped.step()
-    made: Mapping[str, Any] = stepped.state[parameter]
-    return made
+    return stand_in, parameter
 
 
 def _new_state(

@@ -240,7 +240,7 @@ class _Held:
         )
 
     def details(self, request: _Request) -> bytes:
-        boxes = self.boxes if request.shared else self.boxes.without_shared()
+        boxes = self.boxes if request.shared else msgspec.structs.replace(self.boxes, shared=b"")
         document = self.document if request.document else b""
         return msgspec.msgpack.encode(
             _Details(boxes if request.boxes else BoxesMessage(), document)

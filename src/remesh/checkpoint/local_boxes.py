@@ -33,10 +33,6 @@ class BoxesMessage(msgspec.Struct, frozen=True):
         """A digest that tells it from all others."""
         return raw_digest(self.digest + self.kinds)
 
-    def without_shared(self) -> BoxesMessage:
-        """The same, for a rank 0 that has `shared` from another rank."""
-        return msgspec.structs.replace(self, shared=b"")
-
 
 def encode_local_boxes(boxes: BoxTable, roles: IntArray) -> BoxesMessage:
     """A message that says what this rank holds: its boxes, and the role of each."""

@@ -184,7 +184,9 @@ class _Matching:
         self.index = self.stored.index
         self.found = Findings()
         self.entries = with_all_names(description.tensors)
-        self.resizable = resizable_names(self.entries)
+        declared = {one for entry, own in self.entries if entry.may_resize for one in own}
+        follow = {one for entry, own in self.entries if entry.follows in declared for one in own}
+        self.resizable = declared | follow  # tensors of another size, and state that follows
         self.filling, self.comparing = (RankReads(self.index, self.stored.limits) for _ in "12")
         self.filled: list[_Filled] = []
         self.before: list[Callable[[], None]] = []
@@ -344,16 +346,17 @@ class _Matching:
         """Compare stored tensors that are to fill one tied tensor, if they are stored apart."""
         index = self.index
         first, *others = {index.row(name): name for name in reversed(sources)}.values()
+        problem = "{} and {} are tied but the checkpoint has different {}; untie them, or load one"
         shape = index[first].shape
         for other in others:
             if (index[other].shape, index[other].dtype) != (shape, index[first].dtype):
-                self.found.conflicts.append(mismatch.untied(other, first, "shape or dtype"))
+                self.found.conflicts.append(problem.format(other, first, "shape or dtype"))
                 continue
             for part in entry.parts:
                 box = part.box.intersect(Box.whole(shape))
                 if box is not None:
                     arrays = [self.comparing.array(name, box) for name in (first, other)]
-                    self.compare(mismatch.untied(other, first, "values"), *arrays)
+                    self.compare(problem.format(other, first, "values"), *arrays)
 
     def compare(self, problem: str, first: CarrierArray, other: CarrierArray) -> None:
         """Compare two arrays of one shape, once they are read."""
@@ -500,13 +503,6 @@ def _same_elements(first: _Filled, second: _Filled) -> bool:
 # ---------------------------------------------------------------------------------------------
 # Tensors of another size than what is stored
 # ---------------------------------------------------------------------------------------------
-
-
-def resizable_names(entries: Sequence[tuple[TensorEntry, list[str]]]) -> set[str]:
-    """The names of tensors that may have another size, and of the optimizer state that follows."""
-    declared = {name for entry, names in entries if entry.may_resize for name in names}
-    follow = {name for entry, names in entries if entry.follows in declared for name in names}
-    return declared | follow
 
 
 def has_size_of(state: tuple[int, ...], stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

@@ -128,6 +128,20 @@ def _peft_lines(missing: Sequence[str], names: Sequence[str]) -> list[str]:
     return ["It is of a peft model: load it into what peft.get_peft_model returns."]
 
 
+def _state_lines(missing: Sequence[str], names: Iterable[str]) -> list[str]:
+    """What to do if a parameter has state in the checkpoint, and some that a step needs is not."""
+    for name in missing[:MAX_LISTED]:
+        state, groups = f"{name.rpartition('.')[0]}.", f"{name.partition('state.')[0]}param_groups."
+        own = (other.removeprefix(state) for other in names if other.startswith(state))
+        kept = dict.fromkeys(key.partition(".")[0] for key in own)
+        if kept and any(other.startswith(groups) for other in names):
+            return [
+                f"Another optimizer was saved, or one with other options: it kept {listed(kept)}.",
+                'Construct that one; or let the missing state begin anew, by missing="keep".',
+            ]
+    return []
+
+
 def kind_of(record: object) -> str:
     """The kind that the record of a tensor that is made of others says."""
     kind = record.get("class") if isinstance(record, Mapping) else None
@@ -150,14 +164,6 @@ def difference(stored: object, wanted: object) -> str:
     return "; ".join(texts)
 
 
-def untied(name: str, other: str, what: str) -> str:
-    """A line about stored tensors that differ and cannot both fill one tied tensor."""
-    return (
-        f"{name} and {other} are tied in the state, but the checkpoint has different {what} for "
-        "them; untie them, or load one of the two"
-    )
-
-
 def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) -> None:
     """Refuse a state if names differ from what is stored, or are missing that may not."""
     # What is stored of a tensor that is something else need not be told one by one.
@@ -171,6 +177,7 @@ def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) 
         taken = {*found.restored, *found.renamed.values(), *found.cast, *found.resized}
         names = [name for name in stored if name not in taken]
         lines += [*_missing_lines(missing, names), *_peft_lines(missing, names)]
+        lines += _state_lines(missing, stored)
         if found.new_parameters:
             lines.append(
                 "Parameters that are new to an optimizer then begin without its state. If the "

@@ -112,6 +112,9 @@ class Stored(Protocol):
     def has_value(self, name: str) -> bool:
         """True if a plain value of this name is stored."""
 
+    def value(self, name: str) -> object:
+        """A stored plain value."""
+
     def merged_list(self, name: str) -> list[str] | None:
         """A stored list of names (see `Walk.add_merged_list`), or None."""
 
