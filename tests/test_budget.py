@@ -19,13 +19,13 @@ SLACK = 60
 
 BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "": (1033, 1200),
-    "adapters": (3560, 3200),
+    "adapters": (3624, 3200),
     "background": (1595, 1400),
     "catalog": (772, 900),
-    "checkpoint": (6089, 4900),
+    "checkpoint": (6088, 4900),
     "cli": (2893, 3700),
     "compat": (4183, 4100),
-    "core": (3825, 4990),
+    "core": (3828, 4990),
     "demo": (1025, 1000),
     "elastic": (7646, 6300),
     "exchange": (1010, 800),
