@@ -19,10 +19,10 @@ SLACK = 60
 
 BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "": (1033, 1200),
-    "adapters": (3624, 3200),
+    "adapters": (3626, 3200),
     "background": (1595, 1400),
     "catalog": (772, 900),
-    "checkpoint": (6088, 4900),
+    "checkpoint": (6095, 4900),
     "cli": (2893, 3700),
     "compat": (4183, 4100),
     "core": (3828, 4990),

@@ -550,9 +550,17 @@ def test_optimizers_that_keep_more_than_torch_asks_for() -> None:
         assert str(of(target, name)) == str(of(source, name))
 
 
+class Watched(torch.optim.Adam):
+    """Adam, with a look at what torch makes before a step."""
+
+    def _init_group(self, group: Any, *lists: Any) -> bool:
+        return bool(super()._init_group(group, *lists))  # type: ignore[no-untyped-call]
+
+
 CLASSES: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adam": torch.optim.Adam,
+    "watched": Watched,
     "amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
     "nadam": torch.optim.NAdam,
     "radam": torch.optim.RAdam,

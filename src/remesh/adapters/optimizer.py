@@ -693,10 +693,12 @@ def _state_before_step(
     Empty for those that make it somewhere else (LBFGS, SparseAdam, Adagrad).
     """
     stand_in, parameter = _stand_in(optimizer, tensor, group)
-    begin = getattr(stand_in, "_init_group", None)
+    # Torch's own: that of a subclass may take its arguments in another way.
+    own = (one for one in type(optimizer).__mro__ if one.__module__.startswith("torch.optim"))
+    begin = next((vars(one)["_init_group"] for one in own if "_init_group" in vars(one)), None)
     if begin is not None:
-        num_lists = len(inspect.signature(begin).parameters) - 1
-        begin(stand_in.param_groups[0], *([] for _ in range(num_lists)))
+        num_lists = len(inspect.signature(begin).parameters) - 2
+        begin(stand_in, stand_in.param_groups[0], *([] for _ in range(num_lists)))
     made: Mapping[str, Any] = stand_in.state[parameter]
     return made
 

@@ -346,17 +346,16 @@ class _Matching:
         """Compare stored tensors that are to fill one tied tensor, if they are stored apart."""
         index = self.index
         first, *others = {index.row(name): name for name in reversed(sources)}.values()
-        problem = "{} and {} are tied but the checkpoint has different {}; untie them, or load one"
         shape = index[first].shape
         for other in others:
             if (index[other].shape, index[other].dtype) != (shape, index[first].dtype):
-                self.found.conflicts.append(problem.format(other, first, "shape or dtype"))
+                self.found.conflicts.append(mismatch.untied(other, first, "shape or dtype"))
                 continue
             for part in entry.parts:
                 box = part.box.intersect(Box.whole(shape))
                 if box is not None:
                     arrays = [self.comparing.array(name, box) for name in (first, other)]
-                    self.compare(problem.format(other, first, "values"), *arrays)
+                    self.compare(mismatch.untied(other, first, "values"), *arrays)
 
     def compare(self, problem: str, first: CarrierArray, other: CarrierArray) -> None:
         """Compare two arrays of one shape, once they are read."""

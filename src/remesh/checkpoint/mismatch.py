@@ -164,6 +164,14 @@ def difference(stored: object, wanted: object) -> str:
     return "; ".join(texts)
 
 
+def untied(name: str, other: str, what: str) -> str:
+    """A line about stored tensors that differ and cannot both fill one tied tensor."""
+    return (
+        f"{name} and {other} are tied in the state, but the checkpoint has different {what} for "
+        "them; untie them, or load one of the two"
+    )
+
+
 def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) -> None:
     """Refuse a state if names differ from what is stored, or are missing that may not."""
     # What is stored of a tensor that is something else need not be told one by one.
