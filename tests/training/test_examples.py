@@ -240,19 +240,26 @@ def test_shards_of_two_ranks_are_resumed_by_one_process(tmp_path: Path) -> None:
     assert lightning(tmp_path, 3).num_steps == 3 + 2 + 8
 
 
+def lightning_job(directory: Path, script: str, *options: str) -> list[Any]:
+    """What the two processes of a job with Lightning wrote at its end, by the names of files."""
+    pytest.importorskip("lightning.pytorch")
+    preload = ("--preload", f"{PRELOAD},lightning.pytorch")
+    timeout = ("--reentry-timeout", "120")
+    path = str(Path(__file__).with_name(script))
+    started = ("--nproc-per-node", "2", *timeout, *preload, *options, path, str(directory))
+    code, output = run_job(directory, *started)
+    assert code == 0, output
+    files = sorted(directory.glob("*.json"))
+    return [json.loads(file.read_text()) for file in files]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_process_goes_on_when_another_dies(tmp_path: Path) -> None:
     """Lightning computes the gradients in a closure of the optimizer, where the peer is missed."""
-    pytest.importorskip("lightning.pytorch")
+    ended = lightning_job(tmp_path, "reentered_lightning.py")
     from tests.training.reentered_lightning import DIES_AFTER
 
-    script = str(Path(__file__).with_name("reentered_lightning.py"))
-    preload = f"{PRELOAD},lightning.pytorch"
-    options = ("--nproc-per-node", "2", "--reentry-timeout", "120", "--preload", preload)
-    code, output = run_job(tmp_path, *options, script, str(tmp_path))
-    assert code == 0, output
-    ended = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
     ended.sort(key=lambda one: one["rank"])
     same = {"live": True, "from": DIES_AFTER, "step": 8}
     assert ended == [{"rank": 0, "entries": 1} | same, {"rank": 1, "entries": 0} | same]
@@ -262,13 +269,7 @@ def test_a_process_goes_on_when_another_dies(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_what_a_death_interrupts_at_the_end_of_a_step_is_made_up_for(tmp_path: Path) -> None:
     """Validations, ends of epochs and schedulers are those of Lightning alone."""
-    pytest.importorskip("lightning.pytorch")
-    script = str(Path(__file__).with_name("reentered_validation.py"))
-    preload = f"{PRELOAD},lightning.pytorch"
-    options = ("--nproc-per-node", "2", "--reentry-timeout", "120", "--preload", preload)
-    code, output = run_job(tmp_path, *options, "--max-restarts", "4", script, str(tmp_path))
-    assert code == 0, output
-    survivor, newcomer = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    survivor, newcomer = lightning_job(tmp_path, "reentered_validation.py", "--max-restarts", "4")
     assert survivor["interrupted"] == survivor["whole"]
     whole = newcomer["whole"]
     assert newcomer["interrupted"] | {"seen": {}} == whole | {"seen": {}}

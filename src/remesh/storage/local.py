@@ -315,7 +315,8 @@ class LocalStorage(Storage):
         available = available_memory() if kind in _IN_MEMORY else None
         if available is not None:
             free_bytes = min(free_bytes, available)
-        [machine] = kernel_lines(Path("/proc/sys/kernel/random/boot_id")) or [socket.gethostname()]
+        boot = "".join(kernel_lines(Path("/proc/sys/kernel/random/boot_id"))).strip()
+        machine = boot or socket.gethostname()
         room_name = f"{kind}:{source}" if kind in _NETWORK else f"{machine}:{status.st_dev}"
         place = f"{room_name}:{status.st_ino}:{self._root.relative_to(directory)}"
         return FileSystemSpace(room_name, free_bytes, place, str(directory))
