@@ -413,6 +413,8 @@ def vector_index(num_bytes: int, *, block_size: int) -> Index:
         ([(0, 1), (399, 400)], 64, [(0, 64), (384, 400)]),
         # One range inside another.
         ([(0, 100), (10, 20), (90, 120)], 0, [(0, 120)]),
+        # How far the ranges of one window reach says nothing of the next one.
+        ([(0, 250), (256, 258), (300, 302)], 0, [(0, 250), (256, 258), (300, 302)]),
     ],
 )
 def test_runs(wants: list[tuple[int, int]], block_size: int, runs: list[tuple[int, int]]) -> None:
