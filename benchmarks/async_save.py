@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ def measure_remesh(saver: remesh.Saver, state: Any, path: Path) -> tuple[float, 
 def measure_dcp(state: Any, path: Path) -> tuple[float, float]:
     started = time.perf_counter()
     future = dcp.async_save(state, checkpoint_id=path)
+    assert isinstance(future, Future)
     blocked = time.perf_counter() - started
     future.result()
     return blocked, time.perf_counter() - started

@@ -63,7 +63,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `nn.Module`."""
         heads = self.attention(self.before(x)).unflatten(-1, (3, 8, -1)).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        query, key, value = heads
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.output(seen.transpose(1, 2).flatten(-2))
         mixed: torch.Tensor = self.down(functional.gelu(self.up(self.between(x))))
         return x + mixed
@@ -184,7 +185,7 @@ def systems(state: dict[str, Any], folder: Path, rounds: int) -> list[dict[str, 
         writer = dcp.FileSystemWriter(place, single_file_per_rank=True, _extensions=extensions)
         dcp.save(state, storage_writer=writer, no_dist=True)
 
-    contestants: dict[str, Callable[[Path], None]] = {
+    contestants: dict[str, Callable[[Path], object]] = {
         "remesh": lambda place: remesh.save(state, place),
         "remesh, compressed": lambda place: remesh.save(state, place, compress="zstd"),
         "torch DCP": lambda place: by_dcp(place, []),

@@ -81,7 +81,8 @@ def take_turns(
             found[name].append(measure(action))
             if number == 0 and name != "limit":
                 digests[name] = [
-                    raw_digest(tensor.contiguous().view(torch.uint8).numpy()) for tensor in local()
+                    raw_digest(tensor.contiguous().view(torch.uint8).numpy().data)
+                    for tensor in local()
                 ]
     first, *others = digests.items()
     for name, own in others:
@@ -132,7 +133,7 @@ def save_pretrained(folder: Path, gibibytes: float) -> None:
 
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(llama_config(gibibytes)).to(torch.bfloat16)
+        model = transformers.LlamaForCausalLM(llama_config(gibibytes)).bfloat16()
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.uniform_(-1, 1)
@@ -148,14 +149,15 @@ def read_huggingface(folder: Path, options: Options) -> Figures:
     place = folder.parent / "huggingface"
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(llama_config(options.gibibytes)).to(torch.bfloat16)
+        model = transformers.LlamaForCausalLM(llama_config(options.gibibytes)).bfloat16()
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
 
     def local() -> list[torch.Tensor]:
-        return [parameter.to_local().detach() for parameter in model.parameters()]
+        shards: Any = list(model.parameters())
+        return [shard.to_local().detach() for shard in shards]
 
     def by_dcp() -> None:
         reader = dcp.HuggingFaceStorageReader(str(place))

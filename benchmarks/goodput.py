@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.chart import line_chart
 from benchmarks.report import median, print_table, write_json
@@ -31,7 +32,7 @@ SHARDED = Workload(state_bytes=5.7e12, step_seconds=6.0)
 REPLICATED = dataclasses.replace(SHARDED, copies=2)
 MINUTES = (1, 2, 5, 10, 20, 40, 80, 160)
 SNAPSHOT_MINUTES = 1
-WAYS = {
+WAYS: dict[str, tuple[dict[str, Any], Workload]] = {
     "storage": ({}, SHARDED),
     "snapshots, no replica": ({"replicas": 0}, SHARDED),
     "snapshots, 1 replica": ({"replicas": 1}, SHARDED),

@@ -14,12 +14,12 @@ import resource
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from benchmarks.report import median, print_table, write_json
-from remesh.kubernetes.operator import ConflictError, Metrics, Operator
+from remesh.kubernetes.operator import ApiCluster, ConflictError, Metrics, Operator
 from remesh.kubernetes.pods import make_pod, pod_name
 from remesh.kubernetes.reconcile import Action, CreatePod, DeletePod, MasterAnswer
 from remesh.kubernetes.resource import (
@@ -114,7 +114,7 @@ async def measure(num_jobs: int, num_workers: int) -> dict[str, float]:
         training = Training(time=datetime.now(UTC), phase="running", round=1, step=1)
         return MasterAnswer(epoch=job.status.epoch, training=training)
 
-    operator = Operator(server, ask, Metrics())
+    operator = Operator(cast("ApiCluster", server), ask, Metrics())
     server.on_change = operator.wake
     began, cpu = time.perf_counter(), time.process_time()
     for key in server.jobs:

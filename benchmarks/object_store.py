@@ -93,7 +93,7 @@ class Raw:
         obstore.put(
             self.store,
             self.path,
-            memoryview(self.data),
+            self.data.data,
             use_multipart=True,
             chunk_size=part_bytes,
             max_concurrency=number,

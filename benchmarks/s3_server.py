@@ -96,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
         body = memoryview(bytearray(int(self.headers.get("Content-Length") or 0)))
         filled = 0
         while filled < len(body):
-            count = self.rfile.readinto(body[filled:])  # type: ignore[attr-defined]
+            count = self.rfile.readinto(body[filled:])
             if not count:
                 raise ConnectionError("the body ends early")
             filled += count

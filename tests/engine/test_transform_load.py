@@ -220,7 +220,7 @@ def save_two_layers(kind: str, source: str, place: Path) -> torch.optim.Optimize
         model_state, packed = get_state_dict(model, optimizer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group
-            dcp.save({"model": model_state, "opt": packed}, checkpoint_id=str(place))  # type: ignore[attr-defined]
+            dcp.save({"model": model_state, "opt": packed}, checkpoint_id=str(place))
     return optimizer
 
 

@@ -46,7 +46,7 @@ def stored_by(kind: str, folder: Path) -> str:
         packed = get_optimizer_state_dict(model, optimizer, options=FLAT)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
-        dcp.save({"model": model.state_dict(), "opt": packed}, checkpoint_id=place)  # type: ignore[attr-defined]
+        dcp.save({"model": model.state_dict(), "opt": packed}, checkpoint_id=place)
     return place
 
 
@@ -101,7 +101,7 @@ def test_lists_in_a_state_stay_lists(kind: str, tmp_path: Path) -> None:
     elif kind == "numbered":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group
-            dcp.save(state, checkpoint_id=place)  # type: ignore[attr-defined]
+            dcp.save(state, checkpoint_id=place)
     else:
         torch.save(state, tmp_path / "a.pt")
         if kind == "converted":
@@ -231,7 +231,7 @@ def test_flattened_options_of_a_group_must_agree(tmp_path: Path) -> None:
 def test_a_stateful_object_gets_back_what_it_gave(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
-        dcp.save({"app": App(*trained())}, checkpoint_id=tmp_path / "x")  # type: ignore[attr-defined]
+        dcp.save({"app": App(*trained())}, checkpoint_id=tmp_path / "x")
     model, optimizer = job(1)
     remesh.load({"app": App(model, optimizer)}, tmp_path / "x")
     check_trained(model, optimizer)

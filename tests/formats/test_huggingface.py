@@ -86,7 +86,7 @@ def write_by_dcp(_exchange: Exchange, root: Path) -> None:
         writer = HuggingFaceStorageWriter(
             str(root / name), save_distributed=True, enable_consolidation=joined
         )
-        dcp.save(state, storage_writer=writer)  # type: ignore[attr-defined]
+        dcp.save(state, storage_writer=writer)
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ def test_numbers_as_keys_are_numbers_where_the_state_has_them(
         return {"schedule": schedule, "names": names, "milestones": schedule.milestones}
 
     source = state({-1: "a", 10: "b"})
-    dcp.save(source, checkpoint_id=tmp_path, no_dist=True)  # type: ignore[attr-defined]
+    dcp.save(source, checkpoint_id=tmp_path, no_dist=True)
     target = state({10: "", 3: "", 4: ""})
     remesh.load(target, tmp_path)
     assert target["names"] == source["names"]
@@ -98,7 +98,7 @@ def test_numbers_as_keys_are_numbers_where_the_state_has_them(
     assert target["schedule"].state_dict() == source["schedule"].state_dict()
     assert "names.3, names.4" in caplog.text
     others = {"mixed": {0: 1, "x": 2}, "pairs": {(1, 2): 3}, "flags": {True: 4}}
-    dcp.save(others, checkpoint_id=tmp_path / "o", no_dist=True)  # type: ignore[attr-defined]
+    dcp.save(others, checkpoint_id=tmp_path / "o", no_dist=True)
     found = {"mixed": {0: 0, "x": 0}, "pairs": {(1, 2): 0}, "flags": {True: 0}}
     remesh.load(found, tmp_path / "o")
     assert found == others
@@ -111,13 +111,13 @@ def test_empty_dicts_are_values(tmp_path: Path) -> None:
     target: dict[str, Any] = {"scaler": {"old": 1}, "items": [], "w": torch.zeros(2)}
     remesh.load(target, tmp_path, unexpected="error")
     assert str(target) == str(state)
-    dcp.load(found := {"w": torch.zeros(2)}, checkpoint_id=tmp_path, no_dist=True)  # type: ignore[attr-defined]
+    dcp.load(found := {"w": torch.zeros(2)}, checkpoint_id=tmp_path, no_dist=True)
     assert torch.equal(found["w"], torch.ones(2))
 
 
 def test_elements_without_their_sign_are_refused_by_name(tmp_path: Path) -> None:
     state = {"w": torch.ones(2, dtype=torch.complex64).conj()}
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)  # type: ignore[attr-defined]
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(
         remesh.errors.FormatVersionError, match=r"w: .* without their sign \(conj\)"
     ):

@@ -29,7 +29,7 @@ Trained = tuple[nn.Module, torch.optim.Optimizer]
 def _save(state: dict[str, Any], folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
-        dcp.save(state, checkpoint_id=folder)  # type: ignore[attr-defined]
+        dcp.save(state, checkpoint_id=folder)
 
 
 def torch_save(place: Path) -> Trained:

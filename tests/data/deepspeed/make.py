@@ -123,7 +123,7 @@ def main() -> None:
     expected = {}
     for name in KINDS:
         shutil.rmtree(HERE / name, ignore_errors=True)
-        torch.multiprocessing.spawn(train, (name,), NUM_RANKS)  # type: ignore[attr-defined, no-untyped-call]
+        torch.multiprocessing.spawn(train, (name,), NUM_RANKS)  # type: ignore[no-untyped-call]
         expected[name] = torch.load(HERE / f"{name}.tmp")
         (HERE / f"{name}.tmp").unlink()
         for script in (HERE / name).glob("*.py"):

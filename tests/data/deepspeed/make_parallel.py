@@ -112,7 +112,7 @@ def main() -> None:
     expected: dict[str, dict[str, torch.Tensor]] = {}
     for name in KINDS:
         shutil.rmtree(HERE / name, ignore_errors=True)
-        torch.multiprocessing.spawn(train, (name,), NUM_RANKS)  # type: ignore[attr-defined, no-untyped-call]
+        torch.multiprocessing.spawn(train, (name,), NUM_RANKS)  # type: ignore[no-untyped-call]
         expected[name] = {}
         for rank in range(NUM_RANKS):
             part = HERE / f"{name}.{rank}.tmp"
