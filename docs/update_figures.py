@@ -256,13 +256,15 @@ def of_megatron(rows: Any) -> Iterator[str]:
         what = f"{ranks} rank{'s' * (ranks > 1)}, {task}"
         yield f"| {what} | {limit} | {' | '.join(cells)} |"
     yield ""
-    read = [row for row in rows if row["task"] == "load, rows to columns"]
+    most = max(ranks for ranks, _, _ in of)
     shown = ", ".join(
-        f"{row['read_per_needed']:.1f} ({row['contestant']})"
-        for row in read
-        if row["contestant"] in names
+        f"{of[most, 'load, rows to columns', name]['read_per_needed']:.1f} ({name})"
+        for name in names
     )
-    yield f"Bytes read for each byte that was needed, rows to columns: {shown}."
+    yield (
+        "Bytes read for each byte that was needed, rows to columns on "
+        f"{most} rank{'s' * (most > 1)}: {shown}."
+    )
 
 
 def of_operator(row: Any) -> Iterator[str]:
