@@ -241,7 +241,8 @@ def status_of(storage: Storage, rank: int, file_format: str = "remesh") -> Statu
 def test_a_rank_whose_part_is_gone_does_not_wait_for_an_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As when another save has replaced the checkpoint before this rank saw the commit."""
+    """As when another save has replaced the checkpoint before this rank saw the commit, or rank 0
+    could not put why it gave the save up."""
 
     class Forgetful(MemoryStorage):
         def put(self, path: str, data: bytes, *, overwrite: bool) -> None:
@@ -252,7 +253,7 @@ def test_a_rank_whose_part_is_gone_does_not_wait_for_an_end(
     monkeypatch.setattr(status_files, "LOOKS_PER_PART", 2)
     remesh.save({"w": np.ones(3)}, storage := Forgetful())
     status = status_of(storage, 1)
-    with pytest.raises(ExchangeError, match="another save has replaced this one before rank 1"):
+    with pytest.raises(ExchangeError, match="rank 0 ended this save, and rank 1 did not see how"):
         status.join_outcomes(Outcome(), lambda _: None, lambda: None)
 
 

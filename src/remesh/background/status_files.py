@@ -277,7 +277,7 @@ class StatusFiles:
             failure = self._failure_of_save()
             # Rank 0 may also have given up, and say so only after it has removed the files.
             if failure is None and waited > gone_at + HIDDEN_SECONDS:
-                failure = self._replaced()
+                failure = self._ended_unseen()
             if failure is not None:
                 raise failure
             if waited > self._me.deadline + GRACE_SECONDS:
@@ -286,11 +286,11 @@ class StatusFiles:
                 is_reported = True
                 self._put_failure(self._given_up)
 
-    def _replaced(self) -> ExchangeError:
+    def _ended_unseen(self) -> ExchangeError:
         return ExchangeError(
-            f"{self._storage.url}: another save has replaced this one before rank {self._rank} saw "
-            "its end\nLet one job at a time save to a place; the checkpoint that is there now is "
-            "the other one's, and is whole"
+            f"{self._storage.url}: rank 0 ended this save, and rank {self._rank} did not see how\n"
+            "Either rank 0 failed and could not put the reason there, which is then in its log, or "
+            "another save has replaced this one. The checkpoint that is there now is whole."
         )
 
     def _cause_of(self, error: BaseException) -> BaseException:
