@@ -36,6 +36,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The `srun` command is available:UserWarning"),
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model"),
+    pytest.mark.filterwarnings("ignore:The checkpoint was not created with WeightAveraging"),
     pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated"),
 ]
 
@@ -207,6 +208,24 @@ def test_a_step_is_saved_when_all_of_it_is_complete(
     metrics = latest(tmp_path / "run").metrics
     assert metrics.get("val_step", 0) == cut_at // 2 * 2, "validation follows every second step"
     torch.testing.assert_close(train(tmp_path / "run", "again"), expected, rtol=0, atol=0)
+
+
+def test_averages_begin_anew_with_the_weights_that_are_resumed(tmp_path: Path) -> None:
+    """Not with those before that, which nothing has trained."""
+
+    def train(max_steps: int) -> Any:
+        model = load_example("lightning_callback").Regression()
+        data = torch.utils.data.TensorDataset(torch.randn(16, 8))
+        loader = EpochLoader(data, ResumableBatchSampler(ResumableSampler(data), 4))
+        averages = pl.callbacks.EMAWeightAveraging(update_every_n_steps=100)
+        callback = RemeshCallback(tmp_path, loader, every=2)
+        trainer_with(averages, callback, max_steps=max_steps).fit(model, loader)
+        return model
+
+    train(2)
+    ended, trained = train(4), load_example("lightning_callback").Regression()
+    remesh.load({"model": trained}, tmp_path / "step_00000002")
+    torch.testing.assert_close(ended.state_dict(), trained.state_dict(), rtol=0, atol=0)
 
 
 class Averaged:

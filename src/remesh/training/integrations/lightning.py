@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from torch.utils.data import DataLoader
 
 from remesh.training.manager import Manager
@@ -33,6 +33,7 @@ from remesh.training.sampling import ResumableBatchSampler
 
 __all__ = ["EpochLoader", "RemeshCallback"]
 
+_WeightAveraging: Any = getattr(callbacks, "WeightAveraging", ())  # since Lightning 2.6
 _MORE = "more"  # in the progress of the loops: whether more of the step comes after its batch
 
 
@@ -117,8 +118,8 @@ class RemeshCallback(Callback):
 
     def setup(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Come first: others replace the weights by averages when the training ends."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set late
-        trainer.callbacks = sorted(callbacks, key=lambda one: one is not self)  # type: ignore[attr-defined]
+        others: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set late
+        trainer.callbacks = sorted(others, key=lambda one: one is not self)  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the manager, and fill everything from the newest checkpoint. Collective."""
@@ -129,6 +130,11 @@ class RemeshCallback(Callback):
         self.resumed = self.manager.resume(state)
         if self.resumed is None:
             return
+        for callback in trainer.callbacks:  # type: ignore[attr-defined] # set late
+            if isinstance(callback, _WeightAveraging):
+                # Its averages, made before this, begin anew with what is resumed.
+                whole = {"state_dict": pl_module.state_dict()}
+                callback.on_load_checkpoint(trainer, pl_module, whole)
         self._rewind = rewind_of_streams(is_alone=trainer.world_size == 1)
         loops, progress = trainer.fit_loop, json.loads(state["loops"])
         loops.load_state_dict(progress)
