@@ -399,8 +399,11 @@ def test_what_is_cut_is_taken_if_copies_of_all_parts_go_on(tmp_path: Path) -> No
     assert_same([world.rows for _, world, _ in found], [torch.full((12, 2), 3.0)] * 2)
 
 
-def leave_gathered(exchange: Exchange, root: str) -> None:
-    """FSDP2, left in a forward pass that has gathered the parameters of the outermost module."""
+def leave_gathered(exchange: Exchange, root: str, evaluates: bool) -> None:
+    """FSDP2, left in a forward pass that has gathered the parameters of the outermost module.
+
+    So has an evaluation before the step was complete.
+    """
     job = TrainingJob(is_reentrant=True)
 
     def build() -> tuple[torch.nn.Sequential, torch.optim.Optimizer, dict[str, Any]]:
@@ -415,6 +418,9 @@ def leave_gathered(exchange: Exchange, root: str) -> None:
     manager = remesh.Manager(root, group=exchange, job=job)
     model(torch.eye(4)).sum().backward()
     optimizer.step()
+    if evaluates:
+        with torch.no_grad():
+            model(torch.eye(4))
     manager.step(1, state)
     expected = [copy.deepcopy(value.full_tensor()) for value in model.state_dict().values()]
 
@@ -434,8 +440,26 @@ def leave_gathered(exchange: Exchange, root: str) -> None:
     assert_same([value.full_tensor() for value in model.state_dict().values()], expected)
 
 
-def test_parameters_that_a_forward_pass_had_gathered_are_taken(tmp_path: Path) -> None:
-    run_processes(2, leave_gathered, str(tmp_path))
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_parameters_that_a_forward_pass_had_gathered_are_taken(
+    tmp_path: Path, evaluates: bool
+) -> None:
+    run_processes(2, leave_gathered, str(tmp_path), evaluates)
+
+
+def end_gathered(exchange: Exchange, root: str) -> None:
+    """FSDP2, with an evaluation after the last step."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    fully_shard(model)
+    with remesh.Manager(root, group=exchange, every=100) as manager:
+        manager.step(1, {"model": model})
+        with torch.no_grad():
+            model(torch.eye(4))
+    assert (Path(root) / "step_00000001").exists()
+
+
+def test_a_step_before_an_evaluation_is_saved_at_the_end(tmp_path: Path) -> None:
+    run_processes(2, end_gathered, str(tmp_path))
 
 
 @pytest.mark.parametrize("stored", ["", "whole", "damaged"])

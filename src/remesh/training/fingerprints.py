@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import Optimizer
 
 from remesh.adapters import DescribedOptimizer, NamedModule
@@ -93,6 +94,8 @@ def _walk(node: Any, found: list[torch.Tensor]) -> None:
             found.append(node)
         case torch.nn.Module():
             for part in node.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()  # the parameters that an evaluation has left gathered
                 own = part._parameters.values()  # noqa: SLF001
                 found += [tensor for tensor in own if tensor is not None]
                 buffers = part._buffers.values()  # noqa: SLF001
