@@ -91,7 +91,7 @@ class Writer(Protocol):
         ...
 
     def finish(self, num_bytes: int | None = None) -> None:
-        """Make the content durable and close; the file now exists. Every byte must be written.
+        """Make the content durable and close; the file now exists.
 
         Args:
             num_bytes: Its size, where that turned out to be less than `create` was given; by

@@ -8,8 +8,8 @@ which bounds the memory. So a thread has to write the beginning: if the window d
 long time, those who wait give up with an error.
 
 The upload runs in a thread of its own, which takes the parts and ends when the writer says that all
-is written. When the writer gives up, taking the next part raises, and the upload undoes what it has
-done.
+is written. Ranges that were not written are zeros. When the writer gives up, taking the next part
+raises, and the upload undoes what it has done.
 """
 
 from __future__ import annotations
@@ -114,17 +114,11 @@ class StreamWriter:
                 if self._first * self._part_bytes >= self._num_bytes:
                     return
                 size = self._size_of(self._first)  # of the last part only now
-                part = self._open(self._first)
-                missing = self._missing[self._first] - (part.size - size)
-                if missing:
-                    raise StorageError(
-                        f"cannot write {self._name}: {missing} bytes of part {self._first} "
-                        "were never given\nWrite every byte of a file before `finish`"
-                    )
+                part = self._open(self._first)[:size]
                 del self._parts[self._first], self._missing[self._first]
                 self._first += 1
                 self._changed.notify_all()
-            yield part[:size]
+            yield part
 
     def _part(self, number: int) -> Buffer:
         """The memory of a part; waits until the window reaches it."""
@@ -143,7 +137,7 @@ class StreamWriter:
     def _open(self, number: int) -> Buffer:
         if number not in self._parts:
             self._missing[number] = self._size_of(number)
-            self._parts[number] = np.empty(self._missing[number], np.uint8)
+            self._parts[number] = np.zeros(self._missing[number], np.uint8)
         return self._parts[number]
 
     def _size_of(self, number: int) -> int:
