@@ -82,8 +82,8 @@ def measure_remesh(saver: remesh.Saver, state: Any, path: Path) -> tuple[float, 
 def measure_dcp(state: Any, path: Path) -> tuple[float, float]:
     started = time.perf_counter()
     future = dcp.async_save(state, checkpoint_id=path)
-    assert isinstance(future, Future)
     blocked = time.perf_counter() - started
+    assert isinstance(future, Future)
     future.result()
     return blocked, time.perf_counter() - started
 

@@ -118,8 +118,8 @@ class RemeshCallback(Callback):
 
     def setup(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Come first: others replace the weights by averages when the training ends."""
-        others: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set late
-        trainer.callbacks = sorted(others, key=lambda one: one is not self)  # type: ignore[attr-defined]
+        given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set late
+        trainer.callbacks = sorted(given, key=lambda one: one is not self)  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the manager, and fill everything from the newest checkpoint. Collective."""
