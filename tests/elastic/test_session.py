@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -303,6 +304,25 @@ class TestRepeats:
             session = Session(Client(master.url), lambda: None, lambda: 3600.0)
             session.say(LEAVE)
             assert session.end(60.0)
+            assert master.heard == [LEAVE]
+
+    def test_so_is_what_is_said_while_earlier_messages_are_sent(self) -> None:
+        made = threading.Event()
+        ended: list[Future[bool]] = []
+
+        def beat() -> None:
+            """The thread of the session is at sending; meanwhile the node leaves."""
+            made.wait()
+            if not ended:
+                session.say(LEAVE)
+                ended.append(pool.submit(session.end, 60.0))
+                wait_until(lambda: session._ends is not None, "the node ends its session")
+
+        with Fake(WAITS) as master, ThreadPoolExecutor(1) as pool:
+            session = Session(Client(master.url), beat, lambda: 3600.0)
+            made.set()
+            wait_until(lambda: bool(ended), "a heartbeat is due")
+            assert ended[0].result()
             assert master.heard == [LEAVE]
 
     def test_without_a_master_it_is_not(self) -> None:

@@ -211,8 +211,10 @@ class Session:
         try:
             while not receiving.done():
                 self._wake.clear()
+                # Asked before what is said is taken: what is said comes before the end.
+                is_last = self._ends is not None
                 await self._send_all(wire)
-                if self._ends is not None:
+                if is_last:
                     await wire.close()
                     self._is_acknowledged = wire.close_code == aiohttp.WSCloseCode.OK
                     break
