@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,9 @@ import pytest
 import torch
 
 import remesh
-from remesh.storage import Buffer
-from remesh.storage.workers import run_workers
+from remesh.storage.workers import run_threads
 from tests.engine.small_checkpoint import without_privileges
+from tests.waiting import wait_until
 
 from .conftest import Run, data_files
 
@@ -227,29 +229,39 @@ def test_ctrl_c_ends_quietly(checkpoint: Path) -> None:
     assert (process.returncode, stdout, stderr) == (130, "", "")
 
 
-def test_ctrl_c_ends_the_threads_that_read() -> None:
-    """Else verify would go on to the end of the checkpoint before it ends."""
-    raised = threading.Event()
-    done: list[int] = []
+def main_thread_joins() -> bool:
+    main = threading.main_thread().ident
+    assert main is not None
+    stack = traceback.walk_stack(sys._current_frames()[main])
+    return any(frame.f_code is threading.Thread.join.__code__ for frame, _ in stack)
 
-    def work(task: int, _buffer: Buffer) -> None:
-        if task == 0:
+
+@pytest.mark.parametrize("when", ["at once", "when they are waited for"])
+def test_ctrl_c_ends_the_threads_that_work(when: str) -> None:
+    """Else they write into what others use by then."""
+    first = threading.Lock()
+    stopped = threading.Event()
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def work() -> None:
+        begun.append(threading.get_ident())
+        if first.acquire(blocking=False):
+            if when != "at once":
+                wait_until(main_thread_joins, "the main thread")
             os.kill(os.getpid(), signal.SIGINT)
-        raised.wait(240)
-        done.append(task)
+        stopped.wait()
+        time.sleep(0.1)  # Whoever does not wait for it has gone on by then.
+        ended.append(threading.get_ident())
 
-    others = set(threading.enumerate())
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            run_workers(2, 1000, 1, work)
+            run_threads(3, work, stopped.set)
+        assert sorted(ended) == sorted(begun)
     finally:
         signal.signal(signal.SIGINT, before)
-        raised.set()
-    for thread in set(threading.enumerate()) - others:
-        thread.join()
-
-    assert len(done) <= 2
+        stopped.set()
 
 
 @pytest.mark.parametrize("arguments", [["ls", "{path}"], ["ls", "{path}", "--json"]])

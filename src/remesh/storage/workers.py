@@ -24,15 +24,24 @@ def run_threads(
     Ctrl-C, which arrives in the thread that waits and not in those that work.
     """
     errors: list[BaseException] = []
-    threads: list[threading.Thread] = []
+    all_ended: list[threading.Event] = []
+    beginning = threading.Lock()
 
     def attempt() -> None:
+        ended = threading.Event()
+        with beginning:
+            if errors:
+                return
+            all_ended.append(ended)
         try:
             work()
         except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
             errors.append(error)
             stop()
+        finally:
+            ended.set()
 
+    threads: list[threading.Thread] = []
     try:
         for _ in range(num_threads if num_threads > 1 else 0):
             # Threads inherit whether the interpreter waits for them at its exit.
@@ -43,13 +52,17 @@ def run_threads(
                 break
             threads.append(thread)
         if not threads:
-            attempt()
-    except BaseException as error:  # noqa: BLE001 - Ctrl-C; raised below
-        errors.append(error)
+            work()
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # noqa: BLE001 - Ctrl-C, or its own work; raised below
+        with beginning:  # A thread that has not begun by now does nothing.
+            errors.append(error)
         stop()
-    # Also after Ctrl-C: what the caller does next must not meet threads that still work.
-    for thread in threads:
-        thread.join()
+        # What the caller does next must not meet threads that still work. Before Python 3.13 a
+        # `join` that Ctrl-C has ended takes the thread for ended; so does each later one.
+        for ended in all_ended:
+            ended.wait()
     if errors:
         raise errors[0]
 
