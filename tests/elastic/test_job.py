@@ -441,15 +441,20 @@ def test_failures_that_a_node_says_again_after_it_has_joined_are_charged_once() 
 
 
 def test_a_connection_that_fails_a_check_is_said_and_excludes_no_node() -> None:
+    """Results that arrive again change nothing, in later rounds and after the check."""
     job = PlayedJob(JobState(policy=msgspec.structs.replace(POLICY, check=True)))
     job = job.join(0, 1, 2, 3, at=1.0).after(at=100.0)
+    earlier: list[ReportTest] = []
     while (check := job.state.check) is not None:
+        assert job.after(*earlier, at=101.0).state == job.state
         own: dict[str, Any] = {"incarnation": "a", "round": 0, "check": check.number}
         own |= {"test_round": len(check.results)}
         for group in check.groups:
             result = TestResult(passed={*group} != {0, 1}, broken=False)
             reports = [ReportTest(node_id=number, result=result, **own) for number in group]
             job = job.after(*reports, at=101.0)
+            earlier += reports
+    assert job.after(*earlier, at=101.0).state == job.state
     assert "check 1: all nodes are healthy; the connection among nodes 0, 1 failed" in job.history
     assert job.world == (1, [0, 1, 2, 3])
 

@@ -89,6 +89,15 @@ def test_factored_moments_follow_in_the_dims_that_they_have(tmp_path: Path) -> N
     assert torch.equal(now["col_var"], before["col_var"])
 
 
+def test_state_along_a_dim_that_stays_is_loaded(tmp_path: Path) -> None:
+    source = trained(OLD, num_boxes=1)
+    moments(source)["factor"] = torch.arange(4.0)
+    remesh.save(source, tmp_path)
+    grown = optimized(9, num_boxes=1)
+    remesh.load(grown, tmp_path)
+    assert moments(grown)["factor"].tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("shape", [(OLD, OLD), (OLD,)])
 def test_state_of_another_form_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
     source = trained(OLD, num_boxes=1)
