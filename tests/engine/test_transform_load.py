@@ -260,6 +260,19 @@ def test_a_fresh_optimizer_finds_its_state_under_a_new_prefix(
     check_same(optimizer, trained)
 
 
+@pytest.mark.parametrize("source", ["native", "DCP"])
+@pytest.mark.parametrize("entry", ["opt", "adam"])
+def test_a_new_entry_and_a_new_prefix_in_its_module_at_once(
+    entry: str, source: str, tmp_path: Path
+) -> None:
+    trained = save_two_layers("AdamW", source, tmp_path / "a")
+    inner, optimizer = two_layers("AdamW", 1)
+    state = {"gan": nn.ModuleDict({"net": inner}), entry: optimizer}
+    renames = {"model.": "gan.net.", "opt.": f"{entry}."}
+    remesh.load(state, tmp_path / "a", transform=renames, unexpected="error")
+    check_same(optimizer, trained)
+
+
 @pytest.mark.parametrize("stored", ["with an optimizer", "without one"])
 def test_a_group_that_is_kept_beside_stored_state_is_told(
     stored: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -42,7 +42,7 @@ from remesh.transform import (
     infos_of_boxes,
     short_name,
 )
-from remesh.transform.optimizer_state import SLOTS
+from remesh.transform.optimizer_state import SLOTS, ending_in
 
 Infos = Mapping[str, TensorInfo | None]
 _Table = tuple[BoxesMessage, list[str], list[str]]
@@ -130,8 +130,8 @@ class TransformedState:
                     owners = {one.removeprefix(old_root).rpartition(".")[0] for one in sources}
                     name = made.removeprefix(new_root).rpartition(".")[0]
                 else:  # also a parameter without state, which is frozen or was not stepped yet
-                    owners = {_ending_in(home, source) for source in sources}
-                    owner = _ending_in(home, sources[0]) if sources else ""
+                    owners = {ending_in(home, source) for source in sources}
+                    owner = ending_in(home, sources[0]) if sources else ""
                     prefix = sources[0].removesuffix(owner) if owner else ""
                     name = short_name(prefix, owner, made, self.called)
                 for place in (home[o] for o in owners if o in home and "" not in owners):
@@ -161,12 +161,6 @@ class TransformedState:
                 break
             found.append(((*path, *name.removeprefix(prefix).split(".")), name))
         return found
-
-
-def _ending_in(home: Container[str], name: str) -> str:
-    """The longest ending of a name that an optimizer has; empty if it has none."""
-    keys = name.split(".")
-    return next((one for n in range(len(keys)) if (one := ".".join(keys[n:])) in home), "")
 
 
 def describe_transformed(

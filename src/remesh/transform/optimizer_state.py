@@ -76,13 +76,22 @@ def short_name(owner: str, short: str, new: str, called: Container[str] = ()) ->
     kept = new[len(owner) :] if new.startswith(owner) else None
     if new == short or new.endswith(f".{short}"):
         is_moved = short in called if owner else True
-        if kept is None or (is_moved and kept not in called):
+        if kept is None:
+            longer = "" if is_moved else ending_in(called, new)
+            return longer if longer.endswith(f".{short}") else short
+        if is_moved and kept not in called:
             return short
     if kept is not None:
         return kept
     if short.endswith(f".{new}"):
         return new
     return ".".join(new.split(".")[owner.count(".") :])
+
+
+def ending_in(known: Container[str], name: str) -> str:
+    """The longest ending of a name, of whole keys, that is known; empty if there is none."""
+    keys = name.split(".")
+    return next((one for n in range(len(keys)) if (one := ".".join(keys[n:])) in known), "")
 
 
 @dataclass(slots=True)
