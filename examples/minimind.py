@@ -84,7 +84,7 @@ def lm_checkpoint(  # noqa: PLR0917 - scripts call it like this
     if run is not None:
         state["wandb_id"] = run.run_id
     remesh.save(state, resume_path, overwrite=True)
-    export_weights(model, save_dir, format="pth", name=name)
+    export_weights(model, save_dir, dtype="float16", format="pth", name=name)
     return None
 
 

@@ -133,7 +133,7 @@ def test_a_module_as_safetensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"mmap": True}, {"weights_only": False}])
 def test_a_module_as_pth(tmp_path: Path, options: dict[str, Any]) -> None:
     model = small_model()
-    report = export_weights(model, tmp_path, format="pth", name="full_sft_512")
+    report = export_weights(model, tmp_path, dtype="float16", format="pth", name="full_sft_512")
     assert report.files == ("full_sft_512.pth",)
     found = torch.load(tmp_path / "full_sft_512.pth", **options)
     assert same(found, halves(model))
@@ -146,10 +146,10 @@ def test_a_checkpoint(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters())
     remesh.save({"model": model, "optimizer": optimizer}, tmp_path / "c")
-    report = export_weights(tmp_path / "c", tmp_path / "a", max_file_bytes=500)
+    report = export_weights(tmp_path / "c", tmp_path / "a", dtype="float16", max_file_bytes=500)
     assert report.files == tuple(f"model-0000{n}-of-00004.safetensors" for n in (1, 2, 3, 4))
     assert same(load_all(tmp_path / "a"), untied(halves(model)))
-    export_weights(str(tmp_path / "c"), tmp_path / "b", format="pth", dtype=None)
+    export_weights(str(tmp_path / "c"), tmp_path / "b", format="pth")
     assert same(torch.load(tmp_path / "b/model.pth"), dict(model.state_dict()))
     remesh.save(model, tmp_path / "bare")
     export_weights(tmp_path / "bare", tmp_path / "d", entry=None, dtype="bfloat16")
@@ -159,7 +159,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
 
 def test_weights_of_another_system(tmp_path: Path) -> None:
     model = small_model()
-    export_weights(model, tmp_path / "a", format="pth")
+    export_weights(model, tmp_path / "a", dtype="float16", format="pth")
     export_weights(tmp_path / "a" / "model.pth", tmp_path / "b", entry=None)
     assert same(untied(load_file(tmp_path / "b/model.safetensors")), untied(halves(model)))
 
@@ -189,7 +189,7 @@ def test_what_is_exported_replaces_what_was(tmp_path: Path) -> None:
         "model.safetensors",
         "other.safetensors",
     ]
-    export_weights(small_model(2), tmp_path, max_file_bytes=1000)
+    export_weights(small_model(2), tmp_path, dtype="float16", max_file_bytes=1000)
     assert not (tmp_path / "model.safetensors").exists()
     assert same(load_all(tmp_path), untied(halves(small_model(2))))
 
@@ -240,7 +240,9 @@ def test_in_an_object_store_the_old_export_is_there_until_the_new_one_is(
     storage.put(beside, b"", overwrite=False)
     for seed, limit in enumerate(limits):
         model = small_model(seed)
-        report = export_weights(model, storage, name="qwen-7b", max_file_bytes=limit)
+        report = export_weights(
+            model, storage, dtype="float16", name="qwen-7b", max_file_bytes=limit
+        )
         storage.is_watched = True
         index = ["qwen-7b.safetensors.index.json"] if limit == 500 else []
         assert len(report.files) == (4 if limit == 500 else 1)
@@ -253,7 +255,7 @@ def test_in_an_object_store_the_old_export_is_there_until_the_new_one_is(
 def test_a_pth_file_in_an_object_store_is_replaced_when_the_new_one_is_whole() -> None:
     storage = Watched()
     for seed in (0, 1):
-        export_weights(small_model(seed), storage, name="qwen-7b", format="pth")
+        export_weights(small_model(seed), storage, dtype="float16", name="qwen-7b", format="pth")
         storage.is_watched = True
     found = torch.load(io.BytesIO(storage.read("qwen-7b.pth")))
     assert same(found, halves(small_model(1)))
@@ -278,10 +280,10 @@ def test_an_export_that_fails_leaves_the_old_one(format: Literal["safetensors", 
 
 
 def test_values_beyond_the_dtype_are_refused(tmp_path: Path) -> None:
-    export_weights({"model": {"w": torch.ones(200)}}, tmp_path)
+    export_weights({"model": {"w": torch.ones(200)}}, tmp_path, dtype="float16")
     large = {"model": {"w": torch.full((200,), 70000.0)}}
     with pytest.raises(StateError, match="w: has values beyond float16, whose largest number is 6"):
-        export_weights(large, tmp_path)
+        export_weights(large, tmp_path, dtype="float16")
     with pytest.raises(StateError, match="w: has values beyond float8_e4m3fn, whose largest"):
         export_weights(large, tmp_path, dtype="float8_e4m3fn")
     with pytest.raises(StateError, match="w: has values beyond float32, whose largest"):
@@ -294,7 +296,7 @@ def test_values_beyond_the_dtype_are_refused(tmp_path: Path) -> None:
     assert load_file(tmp_path / "model.safetensors")["w"][0] == 70144.0
     mask = torch.tensor([1.0, -torch.inf])  # infinite before it is converted, if it is
     for weight in (mask, mask.half()):
-        export_weights({"model": {"w": weight}}, tmp_path)
+        export_weights({"model": {"w": weight}}, tmp_path, dtype="float16")
         assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], mask.half())
 
 
@@ -401,10 +403,10 @@ def _export_sharded(exchange: Exchange, directory: str) -> None:
     model = small_model()
     for module in (model.body[0], model.body[2], model):
         fully_shard(module, reshard_after_forward=False)
-    export_weights(model, directory + "/live", max_file_bytes=500)
-    export_weights(model, directory + "/pth", format="pth")
+    export_weights(model, directory + "/live", dtype="float16", max_file_bytes=500)
+    export_weights(model, directory + "/pth", dtype="float16", format="pth")
     remesh.save({"model": model}, directory + "/c")
-    export_weights(directory + "/c", directory + "/stored", max_file_bytes=500)
+    export_weights(directory + "/c", directory + "/stored", dtype="float16", max_file_bytes=500)
 
 
 def test_shards_of_a_model(tmp_path: Path) -> None:
@@ -449,7 +451,7 @@ def test_one_rank_writes_an_archive_of_what_others_hold(
         assert zipfile.ZipFile(path).testzip() is None
         found = torch.load(path)
         assert torch.equal(found["w"], wide)
-        assert torch.equal(found["b"], torch.ones(3).half())
+        assert torch.equal(found["b"], torch.ones(3))
     assert store.list() == ["model.pth"]
 
 
@@ -480,7 +482,7 @@ def test_transformers_loads_what_was_exported(tmp_path: Path, kind: str) -> None
     from transformers import AutoModelForCausalLM
 
     model = make(kind, 0)
-    export_weights(model, tmp_path, max_file_bytes=3000, config=model.config)
+    export_weights(model, tmp_path, dtype="float16", max_file_bytes=3000, config=model.config)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert same(dict(loaded.state_dict()), halves(model))

@@ -245,6 +245,10 @@ def test_a_step_is_saved_again_only_if_it_is_another_state(tmp_path: Path) -> No
     with Manager(tmp_path, group=Alone()) as manager:
         assert manager.resume(state) is not None
         manager.save(2, state)
+    with Manager(tmp_path, group=Alone()) as manager:
+        with pytest.raises(CheckpointExistsError) as refused:
+            manager.save(2, state)
+        assert "call `resume`" in refused.value.__notes__[0]
     assert names(tmp_path) == ["0002"]
 
 

@@ -100,7 +100,7 @@ def _missing_lines(missing: Sequence[str], names: Sequence[str]) -> list[str]:
         if following:
             lines.append(f"  ... and {len(following)} of their optimizers")
         lines.append(
-            f'They are stored under "{rename[0]}"; to load them: '
+            f'If they are what is stored under "{rename[0]}", to load them: '
             f'transform={{"{rename[0]}": "{rename[1]}"}}'
         )
     near = [_nearest(name, list(names)) for name in others[:MAX_LISTED]]

@@ -95,7 +95,7 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
     source: Any,
     path: Any,
     *,
-    dtype: str | torch.dtype | None = "float16",
+    dtype: str | torch.dtype | None = None,
     format: WeightFormat = "safetensors",  # noqa: A002 - the word for it, here and elsewhere
     name: str = "model",
     entry: str | None = "model",
@@ -114,7 +114,8 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
     Example:
         >>> import tempfile
         >>> directory = tempfile.mkdtemp()
-        >>> export_weights(nn.Linear(2, 3), directory, format="pth", name="small").files
+        >>> model = nn.Linear(2, 3)
+        >>> export_weights(model, directory, dtype="float16", format="pth", name="small").files
         ('small.pth',)
         >>> torch.load(f"{directory}/small.pth")["weight"].dtype
         torch.float16
@@ -123,8 +124,8 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
         source: A module; a nested state, as for `remesh.save`; or the place of a checkpoint,
             also of another system that `remesh.load` reads.
         path: Directory of the files, the same on every rank; it need not exist.
-        dtype: Element type of all floating-point tensors in the files; None keeps theirs. Other
-            tensors always keep theirs.
+        dtype: Element type of all floating-point tensors in the files; by default they keep theirs,
+            as other tensors always do.
         format: `safetensors`, in several files with an index if there is much, or `pth`, one file
             that `torch.load` reads.
         name: Name of the files, without the ending: `model` gives `model.safetensors`, or
@@ -138,7 +139,8 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
         max_file_bytes: Bytes of tensors that a safetensors file has at most; a larger tensor has a
             file of its own.
         config: The model's configuration, to be written as `config.json`: a mapping, or an object
-            with `to_dict()`, as those of Hugging Face models.
+            with `to_dict()`, as those of Hugging Face models. If it says a `dtype`, that of the
+            floating-point tensors in the files takes its place, if they have one.
         group: See `remesh.save`.
 
     Raises:
@@ -178,7 +180,7 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
     for one, _ in with_all_names(local.tensors):
         boxes.setdefault(one.name, []).append(one)
     storage = _opened(exchange, path, format, name)
-    values = {} if config is None else config if isinstance(config, Mapping) else config.to_dict()
+    values = _config_values(config, tensors)
     limit = {"max_shard_bytes": max_file_bytes} if format == "safetensors" else {}
     options = SaveOptions(
         overwrite=True,
@@ -314,6 +316,14 @@ class _Tensor:
     source_dtype: str  # name of its element type there
     dtype: str  # name of its element type in the files
     shape: tuple[int, ...]  # its whole shape
+
+
+def _config_values(config: Any, tensors: Sequence[_Tensor]) -> dict[str, Any]:
+    """What `config.json` says, with the element type of the files: readers cast to what it says."""
+    values = {} if config is None else config if isinstance(config, Mapping) else config.to_dict()
+    kinds = {one.dtype for one in tensors if torch_dtype(one.dtype).is_floating_point}
+    said = values.keys() & {"dtype", "torch_dtype"} if len(kinds) == 1 else ()
+    return {**values, **dict.fromkeys(said, *kinds)}
 
 
 def _live_or_stored(source: Any, entry: str | None) -> tuple[Any, Any]:

@@ -47,7 +47,7 @@ from remesh.checkpoint.arguments import check_count, check_flag, check_seconds, 
 from remesh.checkpoint.local import describe_local, exchange_of
 from remesh.core.state import Description, Joined
 from remesh.elastic.training_job import TrainingJob
-from remesh.errors import RemeshError, StateError
+from remesh.errors import CheckpointExistsError, RemeshError, StateError
 from remesh.events import Event, OnEvent, ignore
 from remesh.exchange import run_on_all
 from remesh.pipeline import Compress
@@ -414,10 +414,17 @@ class Manager:
         place = catalog.place_of(self._root, name)
         overwrite = is_same or name in self._superseded
         self._begun = save
-        if self._background:
-            self._handle = self._saver.save_async(found, place, overwrite=overwrite, metadata=what)
-        else:
-            self._saver.save(found, place, overwrite=overwrite, metadata=what)
+        options: dict[str, Any] = {"overwrite": overwrite, "metadata": what}
+        try:
+            if self._background:
+                self._handle = self._saver.save_async(found, place, **options)
+            else:
+                self._saver.save(found, place, **options)
+        except CheckpointExistsError as error:
+            if self._saved is None:
+                error.add_note("An earlier job has saved it: call `resume` to go on after that.")
+            raise
+        if not self._background:
             self._saved = save
             self.wait()
 
