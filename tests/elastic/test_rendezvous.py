@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from remesh.elastic.job import larger_size, leaving, stop_reason
 from remesh.elastic.nodes import Outcome, Settings, listed
-from tests.elastic.played_job import PlayedJob
+from tests.elastic.played_job import SETTINGS, PlayedJob
 
 
 def told(job: PlayedJob, number: int) -> str | None:
@@ -43,6 +44,12 @@ class TestForming:
         ended = job.after(at=61).state
         assert ended.outcome is Outcome.FAILED
         assert "1 nodes have joined within 60 s, at least 2" in ended.reason
+
+    def test_too_few_nodes_for_too_long_after_a_loss_end_the_job(self) -> None:
+        settings = msgspec.structs.replace(SETTINGS, join_timeout=60)
+        job = PlayedJob.running(settings=settings).lose(1, at=110).join(0, at=120)
+        assert job.after(at=179).state.outcome is None
+        assert job.after(at=180).state.outcome is Outcome.FAILED
 
     @pytest.mark.parametrize(
         ("wrong", "message"),
