@@ -70,18 +70,26 @@ def test_options_of_the_handler() -> None:
     assert sorted(keys) == sorted(set(read) - {"max_restarts"})
 
 
-def test_the_script_for_slurm_shows_why_the_master_does_not_start(tmp_path: Path) -> None:
-    remesh = tmp_path / "remesh"
-    remesh.write_text('#!/bin/sh\necho "error: cannot start: $*" >&2\nexit 2\n')
-    remesh.chmod(0o755)
+def _stub(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def _task(
+    tmp_path: Path, array: int, task: int, least: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """Run the script for Slurm as a task of an array whose least task is given."""
     variables = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "RUN": str(tmp_path / "run"),
+        "SBATCH": str(SBATCH),
+        "SLURMD_NODENAME": "n1",
         "SLURM_JOB_ID": "7",
-        "SLURM_ARRAY_JOB_ID": "6",
-        "SLURM_ARRAY_TASK_ID": "0",
+        "SLURM_ARRAY_JOB_ID": str(array),
+        "SLURM_ARRAY_TASK_ID": str(task),
+        "SLURM_ARRAY_TASK_MIN": str(least),
     }
-    done = subprocess.run(
+    return subprocess.run(
         ["bash", str(SBATCH), "train.py"],
         env=variables,
         capture_output=True,
@@ -89,6 +97,34 @@ def test_the_script_for_slurm_shows_why_the_master_does_not_start(tmp_path: Path
         timeout=60,
         check=False,
     )
+
+
+def test_a_task_that_slurm_requeues_after_the_end_ends_as_the_training_did(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    wait = 'until [ -e "$RUN/over" ]; do sleep 0.02; done'
+    _stub(tmp_path / "remesh", f"echo http://node:1; {wait}; rm $RUN/over; exit 3")
+    # While task 0 trains, task 4 of another array joins; then the training ends.
+    other = "SLURM_ARRAY_JOB_ID=8 SLURM_ARRAY_TASK_ID=4 SLURM_ARRAY_TASK_MIN=4"
+    _stub(
+        tmp_path / "srun",
+        f'echo "$4" >>"$RUN/trained"; [ "$SLURM_ARRAY_TASK_ID" = 0 ] || exit 0\n'
+        f'{other} bash "$SBATCH" train.py; touch "$RUN/over"; exit 3',
+    )
+    assert _task(tmp_path, 6, 0).returncode == 3
+    assert (run / "trained").read_text().splitlines() == [f"{run}/url-6"] * 2
+    assert not (run / "url").is_symlink()
+    for array, task, least in ((6, 1, 0), (8, 4, 4), (8, 5, 4)):
+        late = _task(tmp_path, array, task, least)
+        assert late.returncode == 3
+        assert late.stdout.startswith("the training has ended without this task")
+    assert _task(tmp_path, 9, 0).returncode == 3  # one that is new has a training of its own
+    trained = (run / "trained").read_text().splitlines()
+    assert trained == [f"{run}/url-6"] * 2 + [f"{run}/url-9"]
+
+
+def test_the_script_for_slurm_shows_why_the_master_does_not_start(tmp_path: Path) -> None:
+    _stub(tmp_path / "remesh", 'echo "error: cannot start: $*" >&2\nexit 2')
+    done = _task(tmp_path, 6, 0)
     assert done.returncode == 1
     first, said = done.stderr.splitlines()
     assert first == f"the master has ended; the end of {tmp_path}/run/master.log:"

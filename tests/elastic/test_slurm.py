@@ -84,15 +84,14 @@ class Slurm:
         self.jobs.append(job)
         return job
 
-    def states(self) -> set[str]:
-        jobs = ",".join(self.jobs)
+    def states(self, *arrays: str) -> set[str]:
+        jobs = ",".join(arrays or self.jobs)
         form = ("--array", "--noheader", "--states", "all", "--format", "%T")
         return set(self.ask("squeue", "--jobs", jobs, *form).split())
 
-    def node_of(self, task: int) -> str:
-        return self.ask(
-            "squeue", "--noheader", "--jobs", f"{self.jobs[0]}_{task}", "--format", "%N"
-        )
+    def node_of(self, task: int, array: int = 0) -> str:
+        name = f"{self.jobs[array]}_{task}"
+        return self.ask("squeue", "--noheader", "--jobs", name, "--format", "%N")
 
     def excluded_by(self, task: int) -> str:
         """The nodes that a task of the first array must not get."""
@@ -107,9 +106,9 @@ class Slurm:
         else:
             self.ask("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
-    def start_requeued(self, task: int) -> None:
+    def start_requeued(self, task: int, array: int = 0) -> None:
         """Wait until a task is requeued, and do without the two minutes that Slurm lets it wait."""
-        name = f"{self.jobs[0]}_{task}"
+        name = f"{self.jobs[array]}_{task}"
         form = ("--noheader", "--format", "%T")
         until(lambda: self.ask("squeue", "--jobs", name, *form) == "PENDING", self.states)
         self.ask("scontrol", "update", f"jobid={name}", "starttime=now")
@@ -262,6 +261,22 @@ def test_the_node_of_the_master_dies(tmp_path: Path, slurm: Slurm) -> None:
     slurm.kill(slurm.node_of(0))
     slurm.start_requeued(0)
     job.until_trained(0, 1, round_after=number)
+    job.stop()
+
+
+@pytest.mark.slow
+def test_a_task_that_is_requeued_after_the_end_ends_too(tmp_path: Path, slurm: Slurm) -> None:
+    array = slurm.submit("0-1")
+    job = Job(slurm, tmp_path)
+    number = job.until_trained(0, 1)
+    slurm.submit("2")  # of an array without a master
+    number = job.until_trained(0, 1, 2, round_after=number)
+    slurm.kill(slurm.node_of(2, array=1))
+    job.until_trained(0, 1, round_after=number)
+    (tmp_path / "stop").touch()
+    until(lambda: slurm.states(array) == {"COMPLETED"}, slurm.states)
+    slurm.restore()
+    slurm.start_requeued(2, array=1)
     job.stop()
 
 
