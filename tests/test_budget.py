@@ -23,7 +23,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "background": (1595, 1400),
     "catalog": (772, 900),
     "checkpoint": (6095, 4900),
-    "cli": (2893, 3700),
+    "cli": (2903, 3700),
     "compat": (4183, 4100),
     "core": (3828, 4990),
     "demo": (1025, 1000),
@@ -35,7 +35,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "pipeline": (2698, 2750),
     "planner": (1365, 1450),
     "recipes": (496, 400),
-    "storage": (2339, 2580),
+    "storage": (2352, 2580),
     "training": (4639, 4630),
     "transform": (4146, 4300),
 }

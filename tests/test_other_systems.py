@@ -66,7 +66,7 @@ for command, code, expected in (
     ("ls a", 0, "w"),
     ("verify a b run", 0, "sound"),
     ("convert a c --format torch_file", 0, "torch_file"),
-    ("doctor .", 0, "a small file is durable"),
+    ("doctor .", 0, "a small file is written and synced"),
     ("run train.py", 2, "remesh run needs Linux"),
 ):
     done = CliRunner().invoke(cli, command.split())

@@ -15,8 +15,9 @@ from remesh.cli.doctor import check_place
 from remesh.storage import MemoryStorage
 
 
-def test_a_good_place(tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli, ["doctor", str(tmp_path), "--json"])
+def test_a_good_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("remesh.cli.doctor.mount_of", lambda _device: ("ext4", "/dev/sda1"))
+    done = CliRunner().invoke(cli, ["doctor", str(tmp_path / "new" / "runs"), "--json"])
     report = json.loads(done.stdout)
     assert done.exit_code == 0
     assert report["versions"]["remesh"] == remesh.__version__
@@ -30,6 +31,13 @@ def test_a_good_place(tmp_path: Path) -> None:
         "room",
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("remesh.cli.doctor.mount_of", lambda _device: ("tmpfs", "tmpfs"))
+    done = CliRunner().invoke(cli, ["doctor", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "tmpfs is memory: a restart" in done.output
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

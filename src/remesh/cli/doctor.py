@@ -6,6 +6,7 @@ each save finds out (`remesh.checkpoint.sharing`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -25,7 +26,7 @@ from remesh.cli import output
 from remesh.core.host_memory import available_memory
 from remesh.errors import CheckpointExistsError, RemeshError
 from remesh.storage import Storage, is_local, open_storage, shown_url
-from remesh.storage.local import open_direct
+from remesh.storage.local import IN_MEMORY, mount_of, open_direct
 
 _PACKAGES = {
     "numpy": "",
@@ -120,12 +121,17 @@ def _print(place: str | None, checks: Sequence[PlaceCheck]) -> None:
 
 
 def check_place(storage: Storage) -> list[PlaceCheck]:
-    """Check a place with small files, which are removed."""
+    """Check a place with small files, which are removed, with the directories made for them."""
     folder = f"{_FOLDER}-{secrets.token_hex(4)}"
+    root = Path(storage.url) if is_local(storage) else None
+    made = [] if root is None else [each for each in (root, *root.parents) if not each.exists()]
     try:
         return list(_checks(storage, folder))
     finally:
         storage.delete_many(storage.list(f"{folder}/"))
+        with contextlib.suppress(OSError):  # they were not made, or others use them now
+            for directory in made:
+                directory.rmdir()
 
 
 def _result(name: str, is_good: bool, good: str, bad: str) -> PlaceCheck:
@@ -142,7 +148,7 @@ def _checks(storage: Storage, folder: str) -> Iterator[PlaceCheck]:
     finally:
         writer.abort()
     storage.sync()
-    good = f"a small file is durable after {time.monotonic() - began:.3f} s"
+    good = f"a small file is written and synced after {time.monotonic() - began:.3f} s"
     is_there = storage.read(path) == data.tobytes() and path in storage.list(path)
     bad = "a file that was just written reads differently"
     yield _result("write and read", is_there, good, bad)
@@ -173,6 +179,10 @@ def _checks(storage: Storage, folder: str) -> Iterator[PlaceCheck]:
 def _checks_of_file_system(directory: Path) -> Iterator[PlaceCheck]:
     """Check what only a file system has."""
     file = directory / "file"
+    kind, _source = mount_of(directory.stat().st_dev)
+    if kind in IN_MEMORY:
+        text = f"{kind} is memory: a restart of the machine loses what is saved here; use a disk"
+        yield PlaceCheck("durability", "bad", text)
     try:
         os.link(file, directory / "link")
     except (OSError, AttributeError) as error:

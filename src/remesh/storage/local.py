@@ -25,11 +25,11 @@ device's number.
 
 Direct I/O (`O_DIRECT`) moves bytes between the device and our buffer without the page cache: no
 second copy, no memory taken from the trainer, no burst of write-back later. It wants the address,
-the position and the length aligned, and not every file system knows it (tmpfs, some network and
-overlay file systems refuse it when the file is opened, others only when it is used). So each file
-that is written has a buffered descriptor, and a direct one if the system gives it. A read has one
-descriptor, so that all its bytes come from one file even while another file takes its name; its
-flag for direct I/O is cleared where a buffered part begins. A range goes:
+the position and the length aligned, and not every file system knows it (tmpfs before Linux 6.6,
+some network and overlay file systems refuse it when the file is opened, others only when it is
+used). So each file that is written has a buffered descriptor, and a direct one if the system gives
+it. A read has one descriptor, so that all its bytes come from one file even while another file
+takes its name; its flag for direct I/O is cleared where a buffered part begins. A range goes:
 
 * buffered if it is read and begins in the page cache, which is several times as fast as the device;
 * directly, as far as it consists of whole units, if it begins at a unit and its buffer is aligned;
@@ -78,7 +78,7 @@ from remesh.storage.base import (
 
 _LOGGER = logging.getLogger("remesh")
 _NETWORK = frozenset({"beegfs", "ceph", "cifs", "gpfs", "lustre", "nfs", "nfs4", "smb3"})
-_IN_MEMORY = frozenset({"ramfs", "tmpfs"})
+IN_MEMORY = frozenset({"ramfs", "tmpfs"})
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
 _Made = TypeVar("_Made")
@@ -312,7 +312,7 @@ class LocalStorage(Storage):
         free_bytes = room.f_bavail * room.f_frsize
         # What is written there counts as memory of the container, which may be limited to less.
         kind, source = mount_of(status.st_dev)
-        available = available_memory() if kind in _IN_MEMORY else None
+        available = available_memory() if kind in IN_MEMORY else None
         if available is not None:
             free_bytes = min(free_bytes, available)
         boot = "".join(kernel_lines(Path("/proc/sys/kernel/random/boot_id"))).strip()
