@@ -136,7 +136,12 @@ def test_damaged_small_files(
         "num_written": size if problem == "size" else None,
     }
     assert len(damages_of(run_json, checkpoint)) == 2
-    assert name in run("verify", checkpoint).stdout
+    shown = run("verify", checkpoint).stdout
+    assert name in shown
+    if problem != "missing":
+        what = "other bytes" if problem == "content" else f"{size - 3} bytes of {size}"
+        advice = f"To see what can be saved: remesh repair {checkpoint} --dry-run"
+        assert shown.endswith(f"{name}: not what was written ({what})\n  {advice}\n")
 
 
 def test_a_damaged_record(run: Run, run_json: RunJson, checkpoint: Path) -> None:

@@ -115,7 +115,7 @@ def _print_verdict(verdict: Verdict, *, show_all: bool) -> None:
         texts.append(f"incomplete: elements of these tensors are not stored exactly once: {names}")
     # An error may say the same.
     advice = "" if "remesh repair" in verdict.error else verdict.advice
-    for text in [*texts, *filter(None, [verdict.error, advice])]:
+    for text in [*texts, *verdict.error.splitlines(), *filter(None, [advice])]:
         output.line(f"  {text}")
 
 

@@ -399,10 +399,11 @@ def _read_checked(storage: Storage, file: FileRecord) -> bytes:
             f"{storage.url}/{file.path}: missing, though {RECORD_NAME} names it. "
             f"{repair_advice(storage.url)}"
         ) from None
-    if len(data) != file.num_bytes or hex_digest(data) != file.digest:
+    is_whole = len(data) == file.num_bytes
+    if not is_whole or hex_digest(data) != file.digest:
+        what = "other bytes" if is_whole else f"{len(data)} bytes of {file.num_bytes}"
         raise CorruptCheckpointError(
-            f"{storage.url}/{file.path}: not what was written ({len(data)} of "
-            f"{file.num_bytes} bytes, or another digest)\n"
+            f"{storage.url}/{file.path}: not what was written ({what})\n"
             f"{repair_advice(storage.url)}"
         )
     return data
