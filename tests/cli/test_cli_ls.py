@@ -144,7 +144,10 @@ def test_damaged_checkpoints_are_never_the_newest(
     assert steps["step_100"]["status"] == "damaged"
     assert steps["step_100"]["problem"] == reason
     assert steps["step_10"]["newest"] is True
-    assert f"step_100: {reason}\n" in run("ls", runs).stdout
+    shown = run("ls", runs).stdout
+    assert f"step_100: {reason}\n" in shown
+    for name in ("step_100", "step_200"):  # each that is broken
+        assert f"remesh repair {runs / name} --dry-run\n" in shown
     assert run("latest", runs).stdout == f"{runs / 'step_10'}\n"
 
 

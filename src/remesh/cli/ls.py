@@ -123,7 +123,7 @@ def _print_steps(steps: Sequence[CheckpointInfo], newest: CheckpointInfo | None)
         output.line("", *problems)
     broken = [step for step in steps if step.status in {"damaged", "unfinished"}]
     if broken:
-        output.line(advice_on(broken[-1]))
+        output.line(*map(advice_on, broken))
 
 
 def advice_on(step: CheckpointInfo) -> str:
