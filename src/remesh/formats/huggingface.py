@@ -262,8 +262,8 @@ def check_is_weights(document: ValuesDocument) -> None:
             "safetensors files hold tensors alone\n"
             f"The state has {len(others)} other entries: "
             f"{', '.join(others[:5])}{', ...' if len(others) > 5 else ''}. Save the weights "
-            "by themselves: remesh.save(model, path, format=...); in a conversion, delete "
-            "the others with its transformation"
+            "by themselves: remesh.save(model, path, format=...); in a conversion, choose "
+            "them by only='model.*' (remesh convert --only 'model.*')"
         )
 
 
