@@ -252,6 +252,14 @@ def test_a_foreign_directory_is_shown(tmp_path: Path) -> None:
     assert (tmp_path / "model.pt").read_bytes() == b"PK"
 
 
+def test_a_mistyped_path_is_one_short_error(tmp_path: Path) -> None:
+    for open_it in (remesh.Checkpoint, lambda path: remesh.load({"a": 1}, path)):
+        with pytest.raises(remesh.CheckpointNotFoundError, match="no such directory") as caught:
+            open_it(tmp_path / "mistyped")
+        assert caught.value.__suppress_context__  # a traceback shows no other error before it
+        assert caught.value.__cause__ is None
+
+
 def test_a_directory_in_place_of_a_file(saved: Path) -> None:
     file = file_of(saved, "first data")
     file.unlink()

@@ -721,7 +721,7 @@ def explained_absence(place: Place) -> Iterator[None]:
             raise error from None  # the first says as much
         if absence is None:
             raise
-        raise absence from error
+        raise absence from (error if isinstance(error, StorageError) else None)
 
 
 def nothing_at(storage: Storage) -> CheckpointNotFoundError:
