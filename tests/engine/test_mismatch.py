@@ -206,12 +206,15 @@ def test_differences_are_listed_together() -> None:
         "shape: shape (2, 3) is stored, (3, 2) is wanted",
         "dims: shape (4,) is stored, (2, 2) is wanted",
         "dtype: dtype float32 is stored, bfloat16 is wanted (cast=True converts)",
-        "value: a plain value is stored where a tensor is wanted",
+        "value: a plain value is stored where a tensor is wanted; None in its place takes it",
         "tensor: a tensor is stored where a plain value is wanted",
     }
     assert all(conflict in str(error) for conflict in error.conflicts)
     assert "nothing was changed" in str(error)
     assert target["tensor"] == 17
+    taken = {"value": None}
+    remesh.load(taken, storage)
+    assert taken == {"value": 3}
     for name in ("shape", "dims", "dtype", "value", "fine"):
         tensor = target[name]
         assert isinstance(tensor, torch.Tensor)

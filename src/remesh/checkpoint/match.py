@@ -338,7 +338,8 @@ class _Matching:
             kind = mismatch.kind_of(self.names.value(record))
             self.found.is_another(name, f"a {kind} is stored, a plain tensor is wanted")
         elif self.stored.has_value(name):
-            self.found.conflicts.append(f"{name}: a plain value is stored where a tensor is wanted")
+            what = "a plain value is stored where a tensor is wanted; None in its place takes it"
+            self.found.conflicts.append(f"{name}: {what}")
         elif name not in self.description.optional:
             self.found.missing.append(name)
 
