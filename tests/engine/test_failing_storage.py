@@ -151,9 +151,19 @@ def test_a_disk_that_is_full_because_another_one_is_not_mounted(tmp_path: Path) 
     storage = Crowded(
         LocalStorage(tmp_path / "mount/run"), FileSystemSpace("disk", 0, "", str(tmp_path))
     )
-    advice = f"{tmp_path}/mount does not exist: if it is a mount point, mount it"
-    with pytest.raises(remesh.errors.NoSpaceError, match=advice):
+    with pytest.raises(remesh.errors.NoSpaceError) as caught:
         remesh.save(arrays(fill=True), storage)
+    assert str(caught.value).endswith(
+        f"Nothing was written. Free some space in {tmp_path}, or save elsewhere. If "
+        f"{tmp_path}/mount, which does not exist, should be a mount point, mount it."
+    )
+
+
+def test_room_is_needed_for_what_compression_might_not_spare() -> None:
+    storage = Crowded(MemoryStorage(), FileSystemSpace("disk", needed_bytes() - 1))
+    for compress, words in ((None, r"needs \S+ \S+, "), ("zstd", " before compression, ")):
+        with pytest.raises(remesh.errors.NoSpaceError, match=words):
+            remesh.save(arrays(fill=True), storage, compress=compress)
 
 
 @pytest.mark.parametrize(

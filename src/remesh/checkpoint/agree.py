@@ -402,7 +402,8 @@ class _Planner:
         document = _document_of_all(encoded, replicas, plan.cuts.tensors.names)
         spaces = [None if one.space is None else FileSystemSpace(*one.space) for one in summaries]
         kept = np.array([one.num_bytes_to_keep for one in summaries], dtype=np.int64)
-        check_space(spaces, np.maximum(plan.bytes_per_rank(world_size) - kept, 0), storage.url)
+        num_bytes = np.maximum(plan.bytes_per_rank(world_size) - kept, 0)
+        check_space(spaces, num_bytes, storage.url, options.compress)
         how = options.format_options
         files, holders = _plan_files(writer, storage, plan, document, how, world_size)
         checks_place = (

@@ -88,7 +88,9 @@ def check_arrived(storage: Storage, prefix: str, files: Iterable[tuple[int, str,
         )
 
 
-def check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, url: str) -> None:
+def check_space(
+    spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, url: str, compress: str | None
+) -> None:
     """Check that there is room for all files that share a file system; in rank order."""
     needed: dict[str, int] = defaultdict(int)
     free: dict[str, int] = {}
@@ -99,9 +101,9 @@ def check_space(spaces: Sequence[FileSystemSpace | None], num_bytes: IntArray, u
     for identity, size in needed.items():
         if size > free[identity]:
             existing = next(one.existing for one in spaces if one and one.identity == identity)
+            needs = format_bytes(size) + (" before compression" if compress else "")
             raise NoSpaceError(
-                f"{url}: the state needs {format_bytes(size)}, {format_bytes(free[identity])} are "
-                "free there\n"
+                f"{url}: the state needs {needs}, {format_bytes(free[identity])} are free there\n"
                 f"Nothing was written. {_space_advice(url, existing)}"
             )
 
@@ -147,8 +149,6 @@ def _space_advice(url: str, existing: str) -> str:
     """Advice where there is too little room; a directory that is missing may be a mount."""
     missing = os.path.relpath(url, existing).split("/") if existing else []
     if len(missing) > 1:
-        return (
-            f"{existing}/{missing[0]} does not exist: if it is a mount point, mount it; otherwise "
-            f"free some space in {existing}, or save elsewhere."
-        )
+        mount = f"{existing}/{missing[0]}, which does not exist, should be a mount point, mount it."
+        return f"Free some space in {existing}, or save elsewhere. If {mount}"
     return "Free some space, or save elsewhere."
