@@ -183,6 +183,30 @@ def test_either_name_of_a_tied_weight_is_expected() -> None:
         assert target[name].tolist() == [1, 1]
 
 
+def test_state_of_tied_parameters_comes_with_the_transform_that_unties_them() -> None:
+    def trained(*, tied: bool) -> dict[str, Any]:
+        model = torch.nn.ModuleDict(
+            {"embed": torch.nn.Embedding(5, 4), "head": torch.nn.Linear(4, 5)}
+        )
+        if tied:
+            model["head"].weight = model["embed"].weight
+        optimizer = torch.optim.AdamW(model.parameters())
+        torch.autograd.backward(model["head"](model["embed"](torch.tensor([1, 2]))).sum())
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    storage, target = saved(trained(tied=True)), trained(tied=False)
+    error = mismatch(target, storage)
+    assert "did you mean" not in str(error)
+    assert "new to an optimizer" not in str(error)
+    [untie] = re.findall(r'To copy it:\n  transform="(.*)"', str(error))
+    remesh.load(target, storage, transform=untie)
+    state = target["optimizer"].state
+    embed, head = target["model"]["embed"].weight, target["model"]["head"].weight
+    assert torch.equal(embed, head)
+    assert torch.equal(state[embed]["exp_avg"], state[head]["exp_avg"])
+
+
 # ---------------------------------------------------------------------------------------------
 # Shape, dtype and kind
 # ---------------------------------------------------------------------------------------------

@@ -40,7 +40,8 @@ def _nearest(name: str, names: list[str]) -> str:
         last = name.rpartition(".")[2]
         names = [other for other in names if other.rpartition(".")[2] == last][:MAX_COMPARED]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-    return f" (did you mean {near[0]}?)" if near else ""
+    # An item that a list lacks comes with the name of the list.
+    return f" (did you mean {near[0]}?)" if near and not name.startswith(f"{near[0]} (") else ""
 
 
 def _common_rename(missing: Sequence[str], names: Sequence[str]) -> tuple[str, str] | None:
@@ -142,6 +143,18 @@ def _state_lines(missing: Sequence[str], names: Iterable[str]) -> list[str]:
     return []
 
 
+def _tied_lines(missing: Sequence[str], stored: StoredState) -> list[str]:
+    """What to do if an optimizer has one state for tied parameters that are not tied here."""
+    keys = [name.partition(".params (")[2].removesuffix(")") for name in missing]
+    for alias, name in stored.index.aliases.items():
+        if any(key and f".{alias}".endswith(f".{key}") for key in keys):
+            return [
+                f"{alias} is stored as tied to {name}, with one state for both. To copy it:",
+                f'  transform="{name} -> {name}, {alias}, untie"',
+            ]
+    return []
+
+
 def kind_of(record: object) -> str:
     """The kind that the record of a tensor that is made of others says."""
     kind = record.get("class") if isinstance(record, Mapping) else None
@@ -186,7 +199,9 @@ def refuse(stored: StoredState, found: Findings, *, keep_missing: bool = False) 
         names = [name for name in stored if name not in taken]
         lines += [*_missing_lines(missing, names), *_peft_lines(missing, names)]
         lines += _state_lines(missing, stored)
-        if found.new_parameters:
+        tied = _tied_lines(missing, stored)
+        lines += tied
+        if found.new_parameters and not tied:
             lines.append(
                 "Parameters that are new to an optimizer then begin without its state. If the "
                 "checkpoint has them under other names, rename those with transform= instead."
