@@ -219,7 +219,7 @@ def _with_memory(tensor: torch.Tensor, where: str, writable: bool) -> torch.Tens
     if tensor.is_meta:
         raise UnsupportedValueError(
             f"{where}: a meta tensor has no memory\nMaterialise its module first with "
-            "module.to_empty(device=...)"
+            "module.to_empty(device=...), then compute its buffers with persistent=False again"
         )
     if writable and tensor.numel() and strided_layout(tensor).overlaps_itself():
         raise UnsupportedValueError(
