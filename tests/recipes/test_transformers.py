@@ -106,6 +106,20 @@ def test_a_plain_load_of_other_tensors_tells_the_recipe(
     assert all(torch.equal(found[name], one) for name, one in saved.state_dict().items())
 
 
+def test_a_weight_that_only_the_saved_model_ties_is_told_how_to_fill(tmp_path: Path) -> None:
+    saved, model = make("tied Llama", 0), make("Llama", 1)
+    saved.save_pretrained(tmp_path)
+    with pytest.raises(MismatchError, match=r"does not tie these weights. To fill both") as caught:
+        remesh.load(model, tmp_path)
+    assert caught.value.missing == ("lm_head.weight",)
+    transform = eval(str(caught.value).rpartition("transform=")[2])
+    assert transform == "model.embed_tokens.weight -> lm_head.weight"
+    remesh.load(model, tmp_path, transform=transform)
+    found = model.state_dict()
+    assert found["lm_head.weight"].data_ptr() != found["model.embed_tokens.weight"].data_ptr()
+    assert all(torch.equal(found[name], one) for name, one in saved.state_dict().items())
+
+
 def test_no_recipe_is_told_that_would_not_help(tmp_path: Path) -> None:
     make("Mixtral", 0).save_pretrained(tmp_path / "Mixtral")
     make("Llama", 0).save_pretrained(tmp_path / "Llama")

@@ -11,7 +11,7 @@ from remesh.checkpoint.report import Findings
 from remesh.checkpoint.stored import LIVE, StoredState
 from remesh.core import values
 from remesh.errors import MismatchError
-from remesh.recipes.hub import suggested_call
+from remesh.recipes.hub import suggested_call, suggested_ties
 
 MAX_LISTED = 10
 """How many names of a kind an error message lists; the exception carries all."""
@@ -236,7 +236,11 @@ def with_recipe(error: MismatchError, state: object, stored: StoredState) -> Mis
     """The error, in other words if a model of transformers has other tensors than its files."""
     found = suggested_call(state, stored.index, error.missing)
     if found is None:
-        return error
+        ties = suggested_ties(state, stored.index, error.missing)
+        if not ties:
+            return error
+        text = f"{error}\nThe model does not tie these weights. To fill both: transform={ties!r}"
+        return MismatchError(text, missing=error.missing, conflicts=error.conflicts)
     kind, call = found
     shown = ", ".join(error.missing[:MAX_EXAMPLES])
     lines = [

@@ -69,6 +69,18 @@ def suggested_call(state: Any, stored: Index, missing: Collection[str]) -> tuple
     return None
 
 
+def suggested_ties(state: Any, stored: Index, missing: Collection[str]) -> str:
+    """Statements that make missing weights of those to which transformers can tie them."""
+    statements = []
+    for path, _, model in _models_in(state, (), ""):
+        ties = getattr(model, "_tied_weights_keys", None)
+        for name, other in ties.items() if isinstance(ties, Mapping) else ():
+            target, source = name_of((*path, name)), name_of((*path, other))
+            if target in missing and source in stored:
+                statements.append(f"{source} -> {target}")
+    return "\n".join(statements)
+
+
 _INNER = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 """Where a module that wraps another one, under its names, has it."""
 
