@@ -63,7 +63,8 @@ def adapter_target(state: Any, stored: Iterable[str], *, is_transformed: bool = 
         if any(_stored_adapters(value, model, own) for own in (names, _below(key, names))):
             raise StateError(
                 f"{key}: is a model of peft, and only its adapters are stored, as in its files\n"
-                "Pass the model itself: remesh.load(model, folder)"
+                "Pass the model itself: remesh.load(model, folder). That leaves the optimizer out; "
+                "the Trainer resumes with its optimizer.pt by resume_from_checkpoint"
             )
     return state
 
