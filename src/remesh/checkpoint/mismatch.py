@@ -125,7 +125,10 @@ def _peft_lines(missing: Sequence[str], names: Sequence[str]) -> list[str]:
     if wanted == stored:
         return []
     if wanted:
-        return ["If it is of the base model, load it before peft.get_peft_model wraps that."]
+        return [
+            "If it is of the base model, load it before peft.get_peft_model wraps that:",
+            'missing="keep" would leave the weights under .base_layer as they are.',
+        ]
     return ["It is of a peft model: load it into what peft.get_peft_model returns."]
 
 
