@@ -134,8 +134,8 @@ def export_weights(  # noqa: PLR0913 - the options of an export, each of which s
             if the whole state, or the state that was saved, is weights. A module has no entries.
         names: What a weight is called in the files, given its name in the state; None leaves it
             out. By default it keeps its name.
-        merge: Write all weights of a model of peft with its active adapters merged, under the names
-            of the base model. The model is not changed; merged weights take memory of their own.
+        merge: Write all weights of a model of peft with its active adapters merged, even disabled
+            ones, under the base model's names. The model is not changed; copies take memory.
         max_file_bytes: Bytes of tensors that a safetensors file has at most; a larger tensor has a
             file of its own.
         config: The model's configuration, to be written as `config.json`: a mapping, or an object
