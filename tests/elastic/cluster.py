@@ -106,8 +106,11 @@ class MasterProcess:
         assert self.url, self.log()
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.end(signal.SIGKILL)
+
+    def end(self, number: signal.Signals) -> int:
+        self._process.send_signal(number)
+        return self._process.wait()
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")

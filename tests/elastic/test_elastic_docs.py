@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from remesh.cli.output import EXIT_USAGE
+from remesh.cli.output import EXIT_INTERRUPTED, EXIT_USAGE
 from remesh.elastic import handler
 from remesh.elastic.failures import read_patterns
 from remesh.elastic.launch import make_parser
@@ -60,7 +60,7 @@ def test_options_that_are_named_are_there() -> None:
 def test_exit_codes() -> None:
     table = PAGE.partition("## Exit codes")[2].partition("##")[0]
     codes = [int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)]
-    assert codes == [0, 1, EXIT_USAGE, EXIT_REPLACE, EXIT_DRAINED]
+    assert codes == [0, 1, EXIT_USAGE, EXIT_REPLACE, EXIT_INTERRUPTED, EXIT_DRAINED]
 
 
 def test_options_of_the_handler() -> None:

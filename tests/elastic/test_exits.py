@@ -11,7 +11,9 @@ import pytest
 
 from remesh.elastic import launch
 from remesh.elastic.lifecycle import EXIT_JOB_FAILED
-from tests.elastic.cluster import run_job
+from tests.elastic.cluster import REMESH, MasterProcess, run_job
+from tests.elastic.zygote import Command
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -100,3 +102,20 @@ def test_starts_that_keep_failing_follow_after_pauses(tmp_path: Path) -> None:
     assert code == EXIT_JOB_FAILED
     assert re.findall(r"starts keep failing, the next one follows in (\d) s", output) == ["1", "2"]
     assert "no other process has failed by itself; no restart left: 2 of 2" in output
+
+
+def test_ctrl_c_ends_a_job_quietly(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text("import time\nopen('begun', 'w')\ntime.sleep(1000)\n")
+    output = tmp_path / "output"
+    job = Command([*REMESH, "run", "waits.py"], output, directory=tmp_path)
+    wait_until((tmp_path / "begun").exists, "the script has begun")
+    for _ in range(2):
+        job.send_signal(signal.SIGINT)
+    assert job.wait(300) == 130
+    assert "fault of remesh" not in output.read_text()
+
+
+def test_ctrl_c_ends_a_master_quietly(tmp_path: Path) -> None:
+    master = MasterProcess(tmp_path)
+    assert master.end(signal.SIGINT) == 130
+    assert "Traceback" not in master.log()

@@ -125,6 +125,8 @@ def master(
     handler.setFormatter(_JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
+    # A shell lets what it starts in the background ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with contextlib.suppress(asyncio.CancelledError):
             asyncio.run(_serve(policy, options, state, on_excluded, end_with_job=end_with_job))
@@ -150,8 +152,7 @@ async def _serve(
 
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
     served = Master(policy, Journal(state), on_excluded=on_excluded)
     await serve(served, options, click.echo, end_with_job=end_with_job)
     sys.exit(0 if served.job.outcome is Outcome.SUCCEEDED else 1)

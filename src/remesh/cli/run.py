@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 
 import click
@@ -33,6 +34,7 @@ def run(*, arguments: tuple[str, ...]) -> None:
             "remesh run needs Linux; save, load, convert and the other commands work here too"
         )
     with output.needs("remesh run", "elastic,torch"):
+        from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         from remesh.elastic import launch
@@ -41,6 +43,9 @@ def run(*, arguments: tuple[str, ...]) -> None:
     except ChildFailedError as error:
         click.echo(str(error), err=True)
         raise SystemExit(1) from error  # the script's fault, as docs/elastic.md says
+    except SignalException as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the interpreter's end is left
+        raise SystemExit(128 + error.sigval) from error
 
 
 @click.command(epilog=output.example("remesh check"))
