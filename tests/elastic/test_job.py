@@ -425,6 +425,16 @@ def test_heartbeats_count_of_members_in_the_newest_round() -> None:
     assert live.ranks == {}
 
 
+def test_the_save_at_the_end_is_heard_after_the_node_has_finished() -> None:
+    job = PlayedJob.running()
+    live = Liveness.after_start(job.state, 100.0)
+    last = RankProgress(step=5, time=0.0, saved_step=4)
+    job = job.beat(live, {0: last}, at=101.0)
+    job = job.leave(0, 1, outcome=Outcome.SUCCEEDED, at=102.0)
+    job = job.beat(live, {0: msgspec.structs.replace(last, saved_step=5)}, at=102.0)
+    assert (job.state.outcome, job.state.saved_step) == (Outcome.SUCCEEDED, 5)
+
+
 def test_failures_that_a_node_says_again_after_it_has_joined_are_charged_once() -> None:
     """In each new session, until it is in another world: then records of long ago may be gone."""
     settings = msgspec.structs.replace(SETTINGS, max_nodes=2)

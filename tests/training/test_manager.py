@@ -715,6 +715,14 @@ def test_an_agent_sees_the_progress_and_asks_for_saves(
     assert names(tmp_path / "run") == ["0002"]
 
 
+def test_an_agent_hears_of_the_save_at_the_end(tmp_path: Path, agent: ProcessSockets) -> None:
+    with Manager(tmp_path / "run", every=EverySteps(10), group=Alone()) as manager:
+        for step in range(1, 4):
+            manager.step(step, state_of(step))
+    agent.take()
+    assert (agent.progress()[0].step, agent.progress()[0].saved_step) == (3, 3)
+
+
 def test_after_a_request_to_wait_no_rank_makes_a_step_until_it_is_removed(
     tmp_path: Path, agent: ProcessSockets
 ) -> None:

@@ -158,7 +158,9 @@ def extend_deadlines(live: Liveness, seconds: float) -> None:
 
 def on_beat(live: Liveness, job: JobState, beat: Beat, now: float) -> list[Event]:
     """Record how far the ranks of a node are; the events that follow."""
-    if beat.round != job.round or beat.node_id not in job.active:
+    # The save at the end of the training is told by a node that has just finished.
+    is_member = beat.node_id in job.active or beat.node_id in job.finished
+    if beat.round != job.round or not is_member:
         return []
     if live.round != job.round:
         live.round = job.round

@@ -644,6 +644,8 @@ class Manager:
             return
         try:
             self._save_last()
+            if self._stepped is not None:
+                self._watch.report(self._stepped, self.saved_step, at_once=True)
         finally:
             self._end("was closed")
             self._saver.close()
