@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from remesh.cli import cli
 from remesh.elastic.nodes import Outcome
@@ -55,6 +56,16 @@ def exposed(of_master: set[str]) -> set[str]:
 def test_the_page_about_elastic_jobs_names_all_metrics_of_the_master(of_master: set[str]) -> None:
     cells = re.findall(r"^\| (`remesh_[^|]*) \|", (DOCS / "elastic.md").read_text(), re.MULTILINE)
     assert of_master == {name for cell in cells for name in NAME.findall(cell)}
+
+
+def test_the_status_names_the_ranks_that_are_slow_and_behind(served: Served) -> None:
+    served.join_all([0, 1, 2, 3])
+    for rank in range(4):
+        step, seconds = (4, 0.3) if rank == 2 else (5, 0.1)
+        served.beat(rank, {rank: RankProgress(step=step, time=0.0, step_seconds=seconds)})
+    shown = CliRunner().invoke(cli, ["status", served.url]).output
+    assert re.search(r"^  slow ranks +2 \(3\.0 times the median\)$", shown, re.MULTILINE), shown
+    assert re.search(r"^  ranks behind +2$", shown, re.MULTILINE), shown
 
 
 def expressions() -> dict[str, str]:

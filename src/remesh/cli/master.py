@@ -22,7 +22,7 @@ from remesh.elastic.client import Client, read_token
 from remesh.elastic.failures import read_patterns
 from remesh.elastic.job import Policy
 from remesh.elastic.journal import Journal
-from remesh.elastic.nodes import Outcome
+from remesh.elastic.nodes import MAX_LISTED, Outcome, listed
 from remesh.elastic.protocol import HEARTBEAT_TIMEOUT
 from remesh.elastic.status import Status
 from remesh.errors import StorageError
@@ -249,12 +249,15 @@ def _last_step(now: Status) -> str:
 
 def _print_status(now: Status) -> None:
     output.line(*(f"warning: {text}" for text in now.warnings), f"{now.phase}: {now.reason}")
+    slow = [f"{each.rank} ({each.slow:.1f} times the median)" for each in now.ranks if each.slow]
     output.print_facts(
         [
             ("round", f"{now.round}, {output.plural(max(now.round - 1, 0), 'restart')}"),
             ("nodes", f"{now.min_nodes} to {now.max_nodes} in multiples of {now.node_unit}"),
             ("restart budget", f"{output.plural(now.max_restarts, 'restart')} per node"),
             ("step", _last_step(now)),
+            ("slow ranks", ", ".join(slow[:MAX_LISTED]) or "none"),
+            ("ranks behind", listed(each.rank for each in now.ranks if each.behind) or "none"),
             ("newest checkpoint", "none" if now.saved_step is None else f"step {now.saved_step}"),
             ("goodput", "not known" if now.goodput is None else f"{now.goodput:.1%} of the time"),
         ]
