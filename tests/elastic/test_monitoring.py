@@ -68,6 +68,13 @@ def test_the_status_names_the_ranks_that_are_slow_and_behind(served: Served) -> 
     assert re.search(r"^  ranks behind +2$", shown, re.MULTILINE), shown
 
 
+def test_the_status_before_the_first_node_has_none_of_its_options(served: Served) -> None:
+    shown = CliRunner().invoke(cli, ["status", served.url]).output
+    assert shown.startswith("waiting: no node has joined\n")
+    assert "0 to 0" not in shown
+    assert "per node" not in shown
+
+
 def expressions() -> dict[str, str]:
     """Each expression of the rules and the dashboard, by what it is for."""
     rules = {rule["alert"]: rule["expr"] for group in RULES for rule in group["rules"]}

@@ -250,11 +250,14 @@ def _last_step(now: Status) -> str:
 def _print_status(now: Status) -> None:
     output.line(*(f"warning: {text}" for text in now.warnings), f"{now.phase}: {now.reason}")
     slow = [f"{each.rank} ({each.slow:.1f} times the median)" for each in now.ranks if each.slow]
+    of_job = [  # which the first node brings
+        ("nodes", f"{now.min_nodes} to {now.max_nodes} in multiples of {now.node_unit}"),
+        ("restart budget", f"{output.plural(now.max_restarts, 'restart')} per node"),
+    ]
     output.print_facts(
         [
             ("round", f"{now.round}, {output.plural(max(now.round - 1, 0), 'restart')}"),
-            ("nodes", f"{now.min_nodes} to {now.max_nodes} in multiples of {now.node_unit}"),
-            ("restart budget", f"{output.plural(now.max_restarts, 'restart')} per node"),
+            *(of_job if now.began is not None else ()),
             ("step", _last_step(now)),
             ("slow ranks", ", ".join(slow[:MAX_LISTED]) or "none"),
             ("ranks behind", listed(each.rank for each in now.ranks if each.behind) or "none"),
