@@ -96,7 +96,7 @@ def test_the_master_of_a_job_of_one_machine_is_for_its_user_alone(tmp_path: Path
             with pytest.raises(urllib.error.HTTPError, match="401") as refused:
                 urllib.request.urlopen(f"{url}/v{PROTOCOL_VERSION}/{name}", body, timeout=60)
             refused.value.close()
-        with pytest.raises(MasterError, match="token is missing or wrong"):
+        with pytest.raises(MasterError, match="token is missing or wrong: --token-file"):
             Client(url, token="wrong").status()
 
         token = file.read_text()

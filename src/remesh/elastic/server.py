@@ -219,7 +219,7 @@ class Server:
         given, name = request.headers.get("Authorization", ""), request.match_info.route.name
         if name != "page" and not is_trusted(given, self._options.token):
             log.warning("a request from %s has not the token", request.remote)
-            text = "the token is missing or wrong (Authorization: Bearer ...)"
+            text = "the token is missing or wrong: --token-file, or Authorization: Bearer ..."
             return _reply(Problem(text), 401)
         try:
             if name != "session":
