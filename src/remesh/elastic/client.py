@@ -200,7 +200,7 @@ class Client:
                 reply = connection.getresponse()
                 status, text = reply.status, reply.read()
         except ssl.SSLCertVerificationError as error:
-            raise MasterError(f"{self.url} is not trusted: {error}") from error
+            raise MasterError(not_trusted(self.url, error)) from error
         except (OSError, http.client.HTTPException) as error:
             raise MasterError(f"{no_answer(self.url, error)}{HINT}") from error
         if status == http.HTTPStatus.OK:
@@ -239,6 +239,14 @@ class Client:
 def no_answer(url: str, error: Exception) -> str:
     """That a master does not answer, and why."""
     return f"the master at {url} does not answer ({str(error) or type(error).__name__})"
+
+
+def not_trusted(url: str, error: Exception) -> str:
+    """That the certificate of a master is not trusted, and why."""
+    return (
+        f"{url} is not trusted\n{error}\n"
+        "Name the certificate that signs its own with --tls-ca; the URL has a host that is in it"
+    )
 
 
 def _host_of(url: str) -> tuple[str, int]:

@@ -23,7 +23,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from remesh.elastic.client import BUSY, HINT, LOG_EVERY, PAUSE, Client, no_answer
+from remesh.elastic.client import BUSY, HINT, LOG_EVERY, PAUSE, Client, no_answer, not_trusted
 from remesh.elastic.protocol import Beat, Instruction, Message, Problem
 from remesh.errors import MasterError
 
@@ -170,7 +170,7 @@ class Session:
             async with asyncio.timeout(CONNECT_SECONDS):
                 wire = await self._connect(http)
         except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
-            problem, is_final = f"{url} is not trusted: {error}", True
+            problem, is_final = not_trusted(url, error), True
         except aiohttp.WSServerHandshakeError as error:
             # The reason is in the body of the reply, which aiohttp does not give.
             problem = await asyncio.to_thread(self._client.refusal, "session")
