@@ -151,6 +151,11 @@ def test_a_session_over_https(tmp_path: Path) -> None:
                         session.wait(lambda newest: newest, 60.0)
                 else:
                     assert session.wait(lambda newest: newest, 60.0).content == WAITS
+        plain = Client(served.url.replace("https", "http"), token="right")
+        with pytest.raises(MasterError, match="its URL begins with https"):
+            plain.status()
+        with session_of(plain) as session, pytest.raises(MasterError, match="begins with https"):
+            session.wait(lambda newest: newest, 0.0)
 
 
 WAITS = Waiting("1 nodes are ready, the world has 2 to 2 in multiples of 1")

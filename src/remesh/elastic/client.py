@@ -238,7 +238,10 @@ class Client:
 
 def no_answer(url: str, error: Exception) -> str:
     """That a master does not answer, and why."""
-    return f"the master at {url} does not answer ({str(error) or type(error).__name__})"
+    text = f"the master at {url} does not answer ({str(error) or type(error).__name__})"
+    # That is how one with TLS ends what does not begin with it.
+    is_cut = url.startswith("http:") and "Disconnected" in type(error).__name__
+    return f"{text}\nIf it has --tls-cert, its URL begins with https" if is_cut else text
 
 
 def not_trusted(url: str, error: Exception) -> str:
