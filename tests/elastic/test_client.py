@@ -136,6 +136,13 @@ class TestUrlFile:
         (said,) = [record.getMessage() for record in caplog.records]
         assert said == f"waiting for a master, whose URL will be in {file}"
 
+    def test_it_may_be_named_without_a_directory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("url").write_text("http://127.0.0.1:1\n")
+        assert Client("url").url == "http://127.0.0.1:1"
+
     def test_it_is_not_awaited_for_ever(self, tmp_path: Path) -> None:
         time = Time()
         with pytest.raises(MasterError, match="holds no URL of a master; is the master running"):

@@ -66,8 +66,9 @@ class Client:
 
     Args:
         url: Where it is, `http://host:port`, as it prints it. Or the path of a file that holds
-            this: text with a slash and without `://` is a path. The client waits for the file, and
-            reads it again whenever the master does not answer: it may have restarted elsewhere.
+            this: text without `://` is a path if it has a slash, or there is such a file. The
+            client waits for the file, and reads it again whenever the master does not answer: it
+            may have restarted elsewhere.
         token: The master's token. Without one, that of a master which an agent (`remesh run`) of
             this user runs on this machine is found.
         tls_ca: A file of certificates to trust, for HTTPS; the system's by default.
@@ -94,7 +95,7 @@ class Client:
         self.patience = patience
         self._clock = clock
         self._sleep = sleep
-        is_path = "/" in url and "://" not in url
+        is_path = "://" not in url and ("/" in url or Path(url).is_file())
         self._url_file = Path(url) if is_path else None
         self._file_problem = ""  # why the file could not be used when it was last read
         self.tls: ssl.SSLContext | None = None
