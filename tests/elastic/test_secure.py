@@ -12,7 +12,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from remesh.cli import cli
 from remesh.elastic import launch
 from remesh.elastic.client import Client
 from remesh.elastic.protocol import PROTOCOL_VERSION, Beat, Message
@@ -34,6 +36,14 @@ def make_certificate(directory: Path) -> tuple[Path, Path]:
     command += ["-keyout", str(key), "-out", str(certificate)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     return certificate, key
+
+
+def test_a_certificate_without_its_key(tmp_path: Path) -> None:
+    certificate, _key = make_certificate(tmp_path)
+    done = CliRunner().invoke(cli, ["master", "--tls-cert", str(certificate)])
+    assert done.exit_code == 2
+    assert f"--tls-cert {certificate} cannot be used: " in done.stderr
+    assert "in another file, name that with --tls-key" in done.stderr
 
 
 @pytest.mark.slow

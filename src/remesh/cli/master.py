@@ -167,7 +167,9 @@ def _tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | N
     try:
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
-        raise click.ClickException(f"the certificate cannot be used: {error}") from error
+        hint = "" if key else "\nIf its key is in another file, name that with --tls-key"
+        text = f"--tls-cert {certificate} cannot be used: {error}{hint}"
+        raise click.ClickException(text) from error
     return context
 
 
