@@ -57,7 +57,7 @@ class _JsonLines(logging.Formatter):
     "--on-excluded",
     metavar="COMMAND",
     help="Run this in a shell for each node that is excluded: $REMESH_NODE is its name, "
-    "$REMESH_REASON why.",
+    "$REMESH_NODE_ID its id, $REMESH_REASON why.",
 )
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", default=29400, help="Port; 0 for any free one.")
