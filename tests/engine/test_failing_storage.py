@@ -161,9 +161,10 @@ def test_a_disk_that_is_full_because_another_one_is_not_mounted(tmp_path: Path) 
 
 def test_room_is_needed_for_what_compression_might_not_spare() -> None:
     storage = Crowded(MemoryStorage(), FileSystemSpace("disk", needed_bytes() - 1))
-    for compress, words in ((None, r"needs \S+ \S+, "), ("zstd", " before compression, ")):
-        with pytest.raises(remesh.errors.NoSpaceError, match=words):
-            remesh.save(arrays(fill=True), storage, compress=compress)
+    with pytest.raises(remesh.errors.NoSpaceError, match=r"needs \S+ \S+, "):
+        remesh.save(arrays(fill=True), storage)
+    with pytest.raises(remesh.errors.NoSpaceError, match=" before compression, "):
+        remesh.save(arrays(fill=True), storage, compress="zstd")
 
 
 @pytest.mark.parametrize(

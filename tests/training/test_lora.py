@@ -82,7 +82,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_adapters_are_written_as_peft_writes_them(kind: str, tmp_path: Path) -> None:
     model = adapted(**OPTIONS[kind])
-    report = export_weights({"model": model, "step": 3}, tmp_path / "ours", dtype=None)
+    report = export_weights({"model": model, "step": 3}, tmp_path / "ours")
     assert report.files == ("adapter_model.safetensors",)
     model.save_pretrained(tmp_path / "theirs")
     ours, theirs = (
@@ -106,7 +106,7 @@ def test_merged_weights_are_those_of_the_base_model(kind: str, tmp_path: Path) -
     model = adapted(**OPTIONS[kind])
     before = {name: value.clone() for name, value in model.state_dict().items()}
     expected = logits(model)
-    export_weights(model, tmp_path, dtype=None, merge=True, config=model.config)
+    export_weights(model, tmp_path, merge=True, config=model.config)
     assert torch.allclose(logits(opened(tmp_path)), expected, atol=1e-5)
     # Training goes on with what it had.
     assert torch.equal(logits(model), expected)
@@ -127,7 +127,7 @@ def test_weights_that_transformers_does_not_tie_are_all_written(kind: str, tmp_p
         model = adapted(layer_replication=[[0, 2], [1, 2]])
     source = model if kind == "replicated layers" else torch.compile(model)
     options = {"merge": kind == "replicated layers", "config": model.config}
-    report = export_weights({"model": source}, tmp_path / "exported", dtype=None, **options)
+    report = export_weights({"model": source}, tmp_path / "exported", **options)
     declared = {"lm_head.weight": "model.embed_tokens.weight"} if kind == "two layers" else {}
     assert report.tied == declared
     assert torch.allclose(logits(opened(tmp_path / "exported")), logits(model), atol=1e-5)
@@ -154,7 +154,7 @@ def test_folders_of_peft_fill_the_adapters(kind: str, safe: bool, tmp_path: Path
 def test_several_adapters(writer: str, tmp_path: Path) -> None:
     model = adapted(("default", "b"))
     if writer == "ours":
-        files = export_weights(model, tmp_path, dtype=None).files
+        files = export_weights(model, tmp_path).files
         assert files == ("adapter_model.safetensors", "b/adapter_model.safetensors")
     else:
         model.save_pretrained(tmp_path)
@@ -264,8 +264,8 @@ def _export_and_load(exchange: Exchange, directory: str) -> None:
         place = f"{directory}/{kind}"
         model = _sharded(1, options)
         expected = logits(model)
-        export_weights(model, f"{place}/adapter", dtype=None)
-        export_weights(model, f"{place}/merged", dtype=None, merge=True, config=model.config)
+        export_weights(model, f"{place}/adapter")
+        export_weights(model, f"{place}/merged", merge=True, config=model.config)
         assert torch.equal(logits(model), expected)
         other = _sharded(2, options)
         remesh.load(other, f"{place}/adapter", unexpected="error")
@@ -346,7 +346,7 @@ def test_what_cannot_be_exported_names_the_cure(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"(?s)cannot merge.*\nExport the adapters alone"):
         export_weights(prompts, tmp_path / "weights", merge=True)
     assert not (tmp_path / "weights").exists()
-    export_weights(prompts, tmp_path / "prompts", dtype=None)
+    export_weights(prompts, tmp_path / "prompts")
     assert torch.equal(logits(with_adapter(tmp_path / "prompts", prompts)), logits(prompts))
     with pytest.raises(StateError, match=r"(?s)is computed by peft.*model\.load_adapter"):
         remesh.load(prompts, tmp_path / "prompts")
@@ -365,7 +365,7 @@ def _export_merged(exchange: Exchange, models: list[Any], place: Any) -> None:
 def test_weights_are_not_written_beside_an_adapter(tmp_path: Path) -> None:
     storage = MemoryStorage()
     for place in (tmp_path, storage):
-        export_weights(adapted(), place, dtype=None)
+        export_weights(adapted(), place)
         refused = r"adapter_config\.json: (?s:.*)another folder, or remove"
         with pytest.raises(StateError, match=refused):
             export_weights(base_model(), place)
@@ -373,7 +373,7 @@ def test_weights_are_not_written_beside_an_adapter(tmp_path: Path) -> None:
             assert isinstance(outcome, Raised)
             assert isinstance(outcome.error, StateError)
     assert not (tmp_path / "model.safetensors").exists()
-    export_weights(adapted(seed=2), tmp_path, dtype=None)  # the adapter may be replaced
+    export_weights(adapted(seed=2), tmp_path)  # the adapter may be replaced
     export_weights(base_model(), tmp_path, format="pth")  # which from_pretrained does not read
 
 
@@ -398,8 +398,8 @@ def test_parts_may_be_wrapped(kind: str, tmp_path: Path) -> None:
     plain, model = adapted(), _wrapped_inside(kind)
     for one in (plain, model):
         place = tmp_path / ("plain" if one is plain else "wrapped")
-        assert export_weights(one, place, dtype=None).num_tensors == 8
-        export_weights(one, place / "merged", dtype=None, merge=True, config=plain.config)
+        assert export_weights(one, place).num_tensors == 8
+        export_weights(one, place / "merged", merge=True, config=plain.config)
     for file in ("adapter_model.safetensors", "merged/model.safetensors"):
         ours, expected = (load_file(tmp_path / one / file) for one in ("wrapped", "plain"))
         assert ours.keys() == expected.keys()
@@ -414,11 +414,11 @@ def test_parts_may_be_wrapped(kind: str, tmp_path: Path) -> None:
 
 def test_wrappers_are_taken_off(tmp_path: Path) -> None:
     model = adapted()
-    export_weights(torch.compile(model), tmp_path / "adapter", dtype=None)
+    export_weights(torch.compile(model), tmp_path / "adapter")
     assert torch.equal(logits(with_adapter(tmp_path / "adapter", model)), logits(model))
     remesh.load(torch.compile(adapted(seed=2)), tmp_path / "adapter")
     compiled = torch.compile(base_model())
-    export_weights(compiled, tmp_path / "base", dtype=None, config=base_model().config)
+    export_weights(compiled, tmp_path / "base", config=base_model().config)
     assert torch.equal(logits(opened(tmp_path / "base")), logits(base_model()))
     # A model that calls a part of it so is none of peft's.
     wrapping = torch.nn.ModuleDict({"base_model": base_model(), "head": torch.nn.Linear(2, 2)})
