@@ -352,6 +352,14 @@ def test_a_world_that_a_node_has_to_leave_changes_when_all_ranks_have_saved_and_
         assert isinstance(job.shown(1, at=202.0), Assignment) == goes_on
 
 
+def test_a_node_that_runs_another_command_is_in_the_history() -> None:
+    job = PlayedJob().after(joining(0, command="train.py --lr 1"), at=1.0)
+    other = joining(1, command="train.py --lr 2")
+    job = job.after(other, joining(2), joining(3, command="train.py --lr 1"), other, at=2.0)
+    text = "another command than the job began with: train.py --lr 2, which was train.py --lr 1"
+    assert re.findall("^.* command .*", job.history, re.MULTILINE) == [f"node 1 runs {text}"]
+
+
 def test_the_budget_of_a_node_is_said_and_ends() -> None:
     job = PlayedJob.running(max_restarts=1).fail(0, at=200.0)
     assert job.status(at=201.0).max_restarts == 1

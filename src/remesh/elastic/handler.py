@@ -210,6 +210,7 @@ def make_handler(
         port=store.port,
         num_processes=parameters.get_as_int("nproc", 1) or 1,
         settings=settings,
+        command=parameters.get("command") or "",
         max_restarts=parameters.get_as_int("max_restarts", 3) or 0,
     )
     beat_seconds = float(parameters.get("beat_seconds", 1.0))

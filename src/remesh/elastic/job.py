@@ -160,6 +160,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     began: float | None = None  # when its first node joined
     settings: Settings = Settings(min_nodes=1, max_nodes=1)
     """Sizes and time limits of the worlds: those of the first node that joins."""
+    command: str = ""  # the script of that node, and its arguments
     round: int = 0  # number of the last world that was formed; 0 before the first
     world: tuple[Node, ...] = ()  # its members, in the order of their ranks
     first_ranks: tuple[int, ...] = ()  # the rank of the first process of each
@@ -349,6 +350,7 @@ def _join(job: JobState, event: Join, now: float) -> JobState:
             job,
             began=now,
             settings=event.settings,
+            command=event.command,
             changed_at=now,
             without_world_since=now,
             max_restarts=event.max_restarts,
@@ -361,6 +363,10 @@ def _join(job: JobState, event: Join, now: float) -> JobState:
             f"{job.round} rounds: it was lost, or is an old copy"
         )
         job = _note(job, now, text)
+    is_new = job.newest.get(node.id) != node.incarnation
+    if is_new and event.command != job.command and event.command and job.command:
+        text = f"node {node.id} runs another command than the job began with: {event.command:.300}"
+        job = _note(job, now, f"{text}, which was {job.command:.300}")
     if job.names.get(node.name) != node.id:
         job = _replace(job, names={**job.names, node.name: node.id})
     member = job.member(node.id)

@@ -14,6 +14,7 @@ import math
 import os
 import re
 import secrets
+import shlex
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -206,6 +207,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.tee == "0" and options.redirects == "0":
         options.tee = "3"  # also into files, whose ends are part of a failure's report
     preload = _preload_of(options)
+    options.command = shlex.join([options.training_script, *options.training_script_args])
     if not options.no_python:
         _use_runner(options)
     config, command, command_arguments = config_from_args(options)
@@ -281,6 +283,7 @@ def _make_handler(
         name=options.node_name,
         nproc=config.nproc_per_node,
         max_restarts=config.max_restarts,
+        command=options.command,
         **{name: getattr(options, name) for name in NODE_OPTIONS},
     )
     try:

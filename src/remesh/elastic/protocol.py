@@ -139,6 +139,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="j
     num_processes: Annotated[int, msgspec.Meta(ge=1)]  # training processes that it starts
     after_round: int = 0  # the last round that this agent was in; 0 before its first
     settings: Settings  # sizes of the world, and time limits; the same on all nodes
+    command: str = ""  # the script and its arguments; empty if not known
     max_restarts: int = 3  # how many restarts a node may be charged with
 
 
