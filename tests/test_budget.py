@@ -28,7 +28,7 @@ BUDGETS = {  # room: lines at most now, and in the end; "" is the root
     "core": (3828, 4990),
     "demo": (1025, 1000),
     "elastic": (7673, 6300),
-    "exchange": (1010, 800),
+    "exchange": (1012, 800),
     "formats": (6997, 7000),
     "kubernetes": (1908, 2000),
     "maintenance": (1221, 1100),

@@ -162,8 +162,12 @@ def test_a_killed_rank_does_not_hang_the_others(victim: int, operation: str) -> 
     assert dead.signal is signal.SIGKILL
     for rank, outcome in zip([r for r in range(3) if r != victim], outcomes, strict=True):
         assert isinstance(outcome, Returned), outcome
-        assert f"failed on rank {rank} of 3" in outcome.value
-        assert "first rank that died" in outcome.value
+        first, *others = outcome.value.splitlines()
+        assert first.endswith(
+            f"failed on rank {rank} of 3 (global rank {rank}): another rank does not answer"
+        )
+        assert "first rank that died" in others[-1]
+        assert "committed as a whole or not at all" in others[-1]
 
 
 def _one_stays_away(exchange: Exchange) -> str:
