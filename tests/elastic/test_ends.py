@@ -77,6 +77,8 @@ def test_a_node_that_is_excluded_by_hand_says_why_and_leaves_at_sigterm(tmp_path
         cluster.until(lambda: said in (tmp_path / "node-1.log").read_text())
         cluster.agents[1].send_signal(signal.SIGTERM)
         assert cluster.exit_code(1) == EXIT_DRAINED
+        said = "the node is drained: SIGTERM, it waited for a round"
+        assert said in (tmp_path / "node-1.log").read_text()
         history = [line.text for line in cluster.status().history]
         assert "node 1 leaves, drained: SIGTERM, it waited for a round" in history
         cluster.stop(0)

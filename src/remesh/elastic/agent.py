@@ -215,8 +215,10 @@ class Agent:
 
     def _exit(self, action: lifecycle.Exit) -> NoReturn:
         """End the processes, tell the master, and end the agent."""
-        is_failure = action.code not in (0, lifecycle.EXIT_DRAINED)
-        log.log(logging.ERROR if is_failure else logging.INFO, "%s", action.reason)
+        if action.code == lifecycle.EXIT_DRAINED:
+            log.warning("the node is drained: %s", action.reason)
+        else:
+            log.log(logging.ERROR if action.code else logging.INFO, "%s", action.reason)
         self._processes.end_all(signal.SIGTERM)
         if action.outcome is not None:
             try:
