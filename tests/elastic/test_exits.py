@@ -38,6 +38,7 @@ def test_a_script_that_fails_is_no_fault_of_remesh(tmp_path: Path) -> None:
     [
         (("--nnodes", "3:2", "job.py"), "--nnodes 3:2: the most nodes are fewer than the least"),
         (("--nnodes", "0", "job.py"), "--nnodes 0: give the number of nodes, 1 or more"),
+        (("--nnodes", "2:4", "job.py"), "--nnodes 2:4: without --master no other machine can join"),
         (("--nnodes", "two", "job.py"), "--nnodes two: give the number of nodes"),
         (("--max-restarts", "-1", "job.py"), "--max-restarts -1: give 0 or more"),
         (("--nproc-per-node", "0", "job.py"), "--nproc-per-node 0: this node has to start 1"),

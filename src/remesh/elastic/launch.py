@@ -186,6 +186,11 @@ def _problem_of(options: argparse.Namespace) -> str:
     least, _, most = nodes.partition(":")
     if int(most or least) < int(least):
         return f"--nnodes {nodes}: the most nodes are fewer than the least; give MIN:MAX"
+    if options.master is None and int(least) > 1:
+        return (
+            f"--nnodes {nodes}: without --master no other machine can join\n"
+            "Start remesh master, and give its URL to all nodes with --master"
+        )
     if restarts < 0:
         return f"--max-restarts {restarts}: give 0 or more"
     wanted = options.nproc_per_node
@@ -231,8 +236,6 @@ def _run(options: argparse.Namespace) -> None:
             url = stack.enter_context(ServerThread(master, ServerOptions(token=token))).url
             file = directories.write_token(directory, int(url.rpartition(":")[2]), token)
             log.warning("the job's page is at %s; it asks for the token in %s", url, file)
-            if config.min_nodes > 1:
-                log.warning("without --master no other machine can join, --nnodes wants more nodes")
         handler = _make_handler(options, config, url, file)
         stack.callback(handler.node.close)
         snapshots = stack.enter_context(directories.snapshot_directory(options.snapshot_dir))
