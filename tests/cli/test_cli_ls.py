@@ -10,6 +10,7 @@ import pytest
 
 import remesh
 from remesh import catalog
+from remesh.formats import native
 from remesh.storage import open_storage
 
 from .conftest import Run, RunJson, change_record, data_files
@@ -120,6 +121,14 @@ def test_checkpoints_are_listed_by_step_and_latest_says_the_same(
     assert [one["status"] for one in listed] == statuses
     [newest] = [one for one in listed if one.pop("newest")]
     assert run_json("latest", runs) == newest
+
+
+def test_what_a_newer_remesh_has_written_is_told_in_lines(run: Run, runs: Path) -> None:
+    change_record(runs / "step_10", version=native.FORMAT_VERSION + 1)
+    shown = run("ls", runs).stdout.splitlines()
+    [told] = [line for line in shown if line.startswith("step_10: ")]
+    assert told.endswith(f"version {native.FORMAT_VERSION + 1}")
+    assert "Upgrade remesh" in shown[shown.index(told) + 1]
 
 
 @pytest.mark.parametrize("damage", ["record", "missing", "short"])

@@ -338,6 +338,10 @@ class TestRefusals:
                 wire.request("GET", f"/v{PROTOCOL_VERSION}/status", headers=headers)
                 assert wire.getresponse().status == 401
 
+    def test_the_url_of_one_that_listens_everywhere_names_this_machine(self) -> None:
+        url = ServerOptions(host="0.0.0.0", token="right").url(29400)
+        assert url == f"http://{socket.gethostname()}:29400"
+
     def test_listening_everywhere_without_a_token(self) -> None:
         with pytest.raises(ValueError, match="any process that reaches the port could control"):
             ServerOptions(host="0.0.0.0")

@@ -164,7 +164,7 @@ def test_a_killed_rank_does_not_hang_the_others(victim: int, operation: str) -> 
         assert isinstance(outcome, Returned), outcome
         first, *others = outcome.value.splitlines()
         assert first.endswith(
-            f"failed on rank {rank} of 3 (global rank {rank}): another rank does not answer"
+            f"failed on rank {rank} of 3 (global rank {rank}): a rank does not answer"
         )
         assert "first rank that died" in others[-1]
         assert "committed as a whole or not at all" in others[-1]

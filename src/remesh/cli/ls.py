@@ -120,7 +120,7 @@ def _print_steps(steps: Sequence[CheckpointInfo], newest: CheckpointInfo | None)
     )
     problems = [f"{step.name}: {step.problem}" for step in steps if step.problem]
     if problems:
-        output.line("", *problems)
+        output.line("", *"\n".join(problems).splitlines())
     broken = [step for step in steps if step.status in {"damaged", "unfinished"}]
     if broken:
         output.line(*map(advice_on, broken))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import signal
 import sys
 
 import click
@@ -44,7 +43,6 @@ def run(*, arguments: tuple[str, ...]) -> None:
         click.echo(str(error), err=True)
         raise SystemExit(1) from error  # the script's fault, as docs/elastic.md says
     except SignalException as error:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the interpreter's end is left
         raise SystemExit(128 + error.sigval) from error
 
 

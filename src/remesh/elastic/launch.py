@@ -310,6 +310,7 @@ def _run_agent(agent: Agent, snapshots: str) -> None:
 
 
 def _raise_signal(number: int, _frame: FrameType | None) -> NoReturn:
-    """End the agent by an exception, as torchrun does."""
+    """End the agent by an exception, as torchrun does; the next time at once: the guard is left."""
+    signal.signal(number, signal.SIG_DFL)
     name = signal.Signals(number)
     raise SignalException(f"process {os.getpid()} got {name.name}", sigval=name)

@@ -79,6 +79,14 @@ class ServerOptions:
                 "token, or listen on 127.0.0.1"
             )
 
+    def url(self, port: int) -> str:
+        """Where others find it."""
+        scheme = "https" if self.tls is not None else "http"
+        # Others reach no address that stands for all of this machine, and no certificate names it.
+        is_any = self.host in ("0.0.0.0", "::")  # noqa: S104 - only compared
+        host = socket.gethostname() if is_any else self.host
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
 
 class RepeatFilter(logging.Filter):
     """Lets a log message pass once a minute; those that differ in their arguments are one."""
@@ -325,9 +333,7 @@ async def serve(
         assert runner.server is not None
         stack.callback(asyncio.create_task(server.close_silent(runner.server)).cancel)
         port = await _listen(runner, options)
-        scheme = "https" if options.tls is not None else "http"
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        on_ready(f"{scheme}://{host}:{port}")
+        on_ready(options.url(port))
         await master.keep_time(end_with_job=end_with_job)
 
 

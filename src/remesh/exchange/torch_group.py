@@ -218,7 +218,7 @@ class TorchGroup(Exchange):
             self._late.report_failure(f"rank {self.rank}: {error}")
             raise ExchangeError(
                 f"{operation} failed on rank {self.rank} of {self.world_size} (global rank "
-                f"{self._global_ranks[self.rank]}): another rank does not answer\n{error}\n"
+                f"{self._global_ranks[self.rank]}): a rank does not answer\n{error}\n"
                 "Look for the first rank that died or stopped, its own log has the cause, and "
                 "start the job again. A save that was under way is committed as a whole or not at "
                 "all: open it to see."
