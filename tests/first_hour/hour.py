@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from remesh.storage.local import IN_MEMORY, mount_of
 from tests.first_hour.environment import Environment
 
 MAX_LINE = 100
@@ -26,6 +27,11 @@ class Hour:
     environment: Environment  # where remesh is installed
     directory: Path  # where the user works; empty at first
     surprises: list[str] = field(default_factory=list)  # what the user would not have expected
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the directory is lost at a restart of the machine, which the doctor calls bad."""
+        return mount_of(self.directory.stat().st_dev)[0] in IN_MEMORY
 
     def run(
         self,

@@ -27,7 +27,11 @@ def damage(hour: Hour) -> None:
 
 
 def play(hour: Hour) -> None:
-    hour.run("remesh doctor .", shows=["not installed", "training jobs and remesh run", "good"])
+    hour.run(
+        "remesh doctor .",
+        ends=int(hour.is_in_memory),
+        shows=["not installed", "training jobs and remesh run", "good"],
+    )
     hour.write("save.py", SAVE)
     hour.run("python save.py")
     damage(hour)
