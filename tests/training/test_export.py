@@ -205,6 +205,18 @@ def test_a_configuration(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text()) == {"hidden_size": 8}
 
 
+@pytest.mark.parametrize("said", ["dtype", "torch_dtype"])
+def test_a_configuration_says_the_dtype_of_the_files(tmp_path: Path, said: str) -> None:
+    config = {said: "float32"}
+    export_weights(small_model(), tmp_path, dtype="bfloat16", config=config)
+    assert json.loads((tmp_path / "config.json").read_text()) == {said: "bfloat16"}
+    assert config == {said: "float32"}
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    export_weights(mixed, tmp_path, config=config)
+    assert json.loads((tmp_path / "config.json").read_text()) == config
+    assert same(load_file(tmp_path / "model.safetensors"), dict(mixed.state_dict()))
+
+
 class Watched(MemoryStorage):
     """A store that can be read at any time: after each change, an export is there, whole."""
 

@@ -320,10 +320,13 @@ class _Tensor:
 
 def _config_values(config: Any, tensors: Sequence[_Tensor]) -> dict[str, Any]:
     """What `config.json` says, with the element type of the files: readers cast to what it says."""
-    values = {} if config is None else config if isinstance(config, Mapping) else config.to_dict()
+    if config is None:
+        return {}
+    values = dict(config if isinstance(config, Mapping) else config.to_dict())
     kinds = {one.dtype for one in tensors if torch_dtype(one.dtype).is_floating_point}
-    said = values.keys() & {"dtype", "torch_dtype"} if len(kinds) == 1 else ()
-    return {**values, **dict.fromkeys(said, *kinds)}
+    if len(kinds) == 1:
+        values.update(dict.fromkeys(values.keys() & {"dtype", "torch_dtype"}, kinds.pop()))
+    return values
 
 
 def _live_or_stored(source: Any, entry: str | None) -> tuple[Any, Any]:
